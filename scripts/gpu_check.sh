@@ -218,7 +218,6 @@ export bin smoke python
 small=()
 [ -z "$smoke" ] || small=("$python" bench/harness/smoke.py)
 
-peers='*PeerAccess*cuda*'
 # The specs with these schedules take more than half of the collectives' time
 # (docs/results/2026-11-26-gpu), so part `kernels` tests them. Part `first` tests the specs with two_shot.
 schedules='*EverySpec*cuda*schedule_ring:*EverySpec*cuda*schedule_tree:*EverySpec*cuda*schedule_hierarchical*'
@@ -226,16 +225,12 @@ schedules='*EverySpec*cuda*schedule_ring:*EverySpec*cuda*schedule_tree:*EverySpe
 part_first() {
   step doctor 10 "$bin/gradwire" doctor
   step launch 8 bash -c "suite kernels 1 '*Pack*cuda0*'"
-  step fused-alone 10 bash -c "suite kernels 1 '*FusedAlone*cuda0*'"
   step tests-runtime 6 bash -c "suite runtime 2"
   step tests-kernels 75 bash -c "suite kernels 14"
-  step tests-collectives 65 bash -c "suite collectives 8 '*cuda*-$peers:$schedules'"
+  step tests-collectives 65 bash -c "suite collectives 8 '*cuda*-$schedules'"
   step tests-trainer 35 bash -c "suite trainer 6"
   step train 10 env CUBLASLT_LOG_LEVEL=5 CUBLASLT_LOG_FILE="$out/cublaslt.log" "$bin/gradwire" train \
     --model vit_s_16 --data synthetic --device cuda --steps 20 --batch-size 32 --compression powersgd:rank=4
-  # This step is last, because it is the step most likely to hang: kernels of several ranks wait for each
-  # other on one GPU.
-  step tests-peer-windows 20 bash -c "suite collectives 1 '$peers'"
 }
 
 part_kernels() {

@@ -148,8 +148,6 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
   ScheduleRequest request = schedule_request(spec);
   request.collective = call.collective;
   request.root = call.root;
-  if (spec.peer_access != PeerAccessMode::off)
-    request.peer_access_obstacle = communicator->peer_access_obstacle(spec.schedule);
   const SchedulePlanner plan(request, world, communicator->ranks_per_node(),
                              communicator->link_costs(stream, request), kAutomaticSlices);
   const SchedulePlanner::Choice choice = plan.choose(call.count, spec.wire, call.shards);

@@ -31,7 +31,7 @@ struct BucketTensor {
 
 // Returns the fields of a spec that the planner needs.
 inline ScheduleRequest schedule_request(const CompressionSpec& spec) {
-  return {.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node, .peer_access = spec.peer_access};
+  return {.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node};
 }
 
 // Elements [begin, end) of a bucket.

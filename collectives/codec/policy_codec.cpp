@@ -39,7 +39,6 @@ std::unique_ptr<Codec> make_plain_start(const BucketContext& c) {
   BucketContext plain = c;
   plain.spec = CompressionSpec();  // FP32
   plain.spec.schedule = c.spec.schedule;
-  plain.spec.peer_access = c.spec.peer_access;
   plain.aside = {};
   plain.name += ", before compression starts";
   return make_wire_codec(plain);

@@ -62,9 +62,7 @@ void Communicator::agree_on_ranks_per_node(int ranks_here) {
 const LinkCosts& Communicator::link_costs(const Stream& stream, const ScheduleRequest& request) {
   static const LinkCosts on_gpus, on_hosts{.slice_bytes = 384 << 10};
   if (link_costs_) return *link_costs_;
-  const bool kernel =
-      request.peer_access == PeerAccessMode::automatic && request.peer_access_obstacle.empty() && world() > 1;
-  if (!kernel && (request.kind != ScheduleKind::automatic || world() <= 2)) {
+  if (request.kind != ScheduleKind::automatic || world() <= 2) {
     return device().is_host() ? on_hosts : on_gpus;
   }
   // A joiner has not measured. After a failure some survivors may have measured, and others not.
@@ -87,9 +85,6 @@ void Communicator::set_link_costs(const LinkCosts& costs) {
   link_costs_ = costs;
   // The costs may come from another group, for example from a checkpoint.
   link_costs_->library_measured = costs.library_measured && transport_->native_allreduce() != nullptr;
-}
-std::string Communicator::peer_access_obstacle(ScheduleKind kind) {
-  return transport_->peer_access_obstacle(kind == ScheduleKind::hierarchical ? ranks_per_node_ : 0);
 }
 const Stream& Communicator::transfers() {
   if (!transfers_) transfers_ = Stream::create(device(), "transfers", Stream::Priority::high);

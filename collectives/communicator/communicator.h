@@ -58,18 +58,13 @@ class Communicator {
   int ranks_per_node() const { return ranks_per_node_; }
 
   // Returns the link costs for a planner with this request. Costs are needed only if there is a choice:
-  // schedule=auto with more than two ranks, or transport=auto with peer access. The first such call measures
-  // the costs, within 0.3 s and 5 % of the timeout: this call is collective and blocks, and the exchanges run
-  // on `stream`. Until then, other requests get assumed costs, and messages of at most 384 KiB between
-  // processes on the host. Groups in one process use LinkCosts' defaults, so that every run gives the same
-  // bits. Groups of the same ranks, or of survivors, do not measure again.
+  // schedule=auto with more than two ranks. The first such call measures the costs, within 0.3 s and 5 % of
+  // the timeout: this call is collective and blocks, and the exchanges run on `stream`. Until then, other
+  // requests get assumed costs, and messages of at most 384 KiB between processes on the host. Groups in one
+  // process use LinkCosts' defaults, so that every run gives the same bits. Groups of the same ranks, or of
+  // survivors, do not measure again.
   const LinkCosts& link_costs(const Stream& stream, const ScheduleRequest& request);
   void set_link_costs(const LinkCosts& costs);
-
-  // Returns the reason why peer access is impossible for a schedule of this kind; empty if peer access is
-  // possible. A hierarchical schedule needs peer access inside nodes, any other schedule between all ranks.
-  // Collective; blocks.
-  std::string peer_access_obstacle(ScheduleKind kind);
 
   // Returns the stream for exchanges that overlap with kernels, shared by all users of this communicator.
   // Transports execute a rank's exchanges in the order in which the exchanges were enqueued, even on several

@@ -7,7 +7,6 @@
 #include <limits>
 
 #include "collectives/agreement/all_gather.h"
-#include "runtime/device/properties.h"
 #include "runtime/device/unwinding.h"
 #include "runtime/util/mix.h"
 
@@ -16,10 +15,6 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// The cost of a fourth-generation NVLink; a quarter of the throughput is deducted for headers.
-constexpr LinkCosts::Pattern kNvlink{.latency_us = 4, .bytes_per_us = 340e3};
-constexpr LinkCosts::Pattern kPcie{.latency_us = 8, .bytes_per_us = 20e3};
-constexpr double kPeerReadUs = 1;
 constexpr size_t kSmallBytes = 64;  // per message
 // The number of bytes that a rank sends in the first round that measures throughput, and the most in a round.
 constexpr size_t kFirstBytes = 1 << 10, kMostBytes = 2 << 20, kMostBytesOnGpus = 64 << 20;
@@ -226,10 +221,8 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
     }
     if (costs.library_measured) costs.library = meter.measure_library();
   }
-  const Device device = transport.device();
-  costs.peer_memory = reaches_peers_over_nvlink(device) ? kNvlink : kPcie;
-  LinkCosts::Pattern* patterns[] = {&costs.neighbour,  &costs.all_pairs, &costs.intra_node,
-                                    &costs.inter_node, &costs.library,   &costs.peer_memory};
+  LinkCosts::Pattern* patterns[] = {&costs.neighbour, &costs.all_pairs, &costs.intra_node, &costs.inter_node,
+                                    &costs.library};
   std::vector<double> mine;
   for (const auto* p : patterns) {
     mine.push_back(p->latency_us);
@@ -242,11 +235,6 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
     }
   }
   if (!nodes) costs.intra_node = costs.inter_node = costs.all_pairs;
-  if (device.is_host()) {
-    costs.peer_memory = costs.all_pairs;
-  } else {
-    costs.peer_read_us = kPeerReadUs;
-  }
   costs.measured = true;
   return costs;
 }

@@ -24,10 +24,6 @@ struct LinkCosts {
   Pattern all_pairs = {};   // every rank to every other rank: the rounds of a two-shot
   Pattern intra_node = {};  // ranks of a node to each other; all_pairs if nodes are unknown
   Pattern inter_node = {};  // ranks with the same local index to each other; all_pairs if nodes are unknown
-  // Loads from other ranks' memory, and the time of a barrier. Assumed, never measured.
-  Pattern peer_memory = {};
-  // The time in microseconds of a read from another GPU's memory. Assumed; 0 between threads on the host.
-  double peer_read_us = 0;
   bool measured = false;
   // The longest message that a schedule cuts a buffer into if the costs are not measured.
   int64_t slice_bytes = 2 << 20;

@@ -6,7 +6,6 @@
 
 #include "collectives/program/program.h"
 #include "kernels/wire/formats.h"
-#include "kernels/wire/fused.h"
 
 namespace gradwire {
 namespace {
@@ -73,20 +72,12 @@ SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int 
     c.schedule = make_schedule(request.collective, kind, world, topology, request.root);
     c.even = loads(c.schedule, std::vector<double>(c.schedule.chunks, 1.0 / c.schedule.chunks));
   };
-  // Without peer access, use messages that give the kernel's bits, so that a spec has the same result on
-  // every machine.
-  const bool like_a_kernel = request.peer_access == PeerAccessMode::on &&
-                             request.collective == Collective::allreduce &&
-                             request.kind == ScheduleKind::automatic;
-  if (request.kind != ScheduleKind::automatic || like_a_kernel) {
-    add(like_a_kernel ? ScheduleKind::two_shot : request.kind);
-    const Candidate& only = candidates_[0];
-    reason_ = like_a_kernel ? "for the bits of transport=peer" : "requested";
-    if (request.kind != ScheduleKind::hierarchical) return;
-    reason_ += fmt::format(", {} nodes of {}", only.schedule.nodes, only.schedule.per_node);
-    if (only.schedule.per_node == 1 || request.collective != Collective::allreduce) return;
-    inside_ = only;
-    inside_->schedule.execution = Execution::node_peer_access;
+  if (request.kind != ScheduleKind::automatic) {
+    add(request.kind);
+    const Schedule& only = candidates_[0].schedule;
+    reason_ = "requested";
+    if (request.kind == ScheduleKind::hierarchical)
+      reason_ += fmt::format(", {} nodes of {}", only.nodes, only.per_node);
     return;
   }
   const bool broadcast = request.collective == Collective::broadcast;  // a broadcast adds no contributions
@@ -105,9 +96,7 @@ const LinkCosts::Pattern& SchedulePlanner::link(const Candidate& candidate, bool
     case ScheduleKind::two_shot:
       return costs_.all_pairs;
     case ScheduleKind::hierarchical:
-      if (!intra_node) return costs_.inter_node;
-      return candidate.schedule.execution == Execution::node_peer_access ? costs_.peer_memory
-                                                                         : costs_.intra_node;
+      return intra_node ? costs_.intra_node : costs_.inter_node;
     case ScheduleKind::nccl:
       return costs_.library_measured ? costs_.library : kNcclOnNvlink;
     default:
@@ -140,9 +129,7 @@ double SchedulePlanner::predicted_us(const Option& option, int64_t count, Wire w
     const bool exact = intra_node && request_.fp32_intra_node;
     const auto bytes = static_cast<double>((exact ? kFp32 : wire)->bytes(count));
     const LinkCosts::Pattern& pattern = link(candidate, intra_node);
-    const int slices = candidate.schedule.execution == Execution::messages
-                           ? Program::slices_for(candidate.schedule, count, wire, option.slice_bytes, shards)
-                           : 1;
+    const int slices = Program::slices_for(candidate.schedule, count, wire, option.slice_bytes, shards);
     const double rounds = slices == 1 ? load.rounds : 2 * (load.rounds - 1) + slices;
     const double buffers = load.busiest + (load.serial - load.busiest) / slices;
     us += rounds * pattern.latency_us + buffers * bytes / pattern.bytes_per_us;
@@ -168,60 +155,6 @@ int SchedulePlanner::lossy_steps(const Candidate& candidate, Wire wire) const {
                                   : candidate.schedule.lossy_steps;
 }
 
-SchedulePlanner::Choice SchedulePlanner::choose_kernel(int64_t count, Wire wire) const {
-  const double n = world_, whole = 4.0 * static_cast<double>(count);
-  const auto bytes = static_cast<double>(wire->bytes(count));
-  const LinkCosts::Pattern& link = costs_.peer_memory;
-  double rate = link.bytes_per_us, encode_us = 0;
-  if (costs_.peer_read_us > 0) {  // between GPUs
-    const PeerKernelLimits limits = peer_kernel_limits(wire);
-    rate = std::min(rate, limits.bytes_ahead / costs_.peer_read_us);
-    encode_us = static_cast<double>(count) / limits.values_per_us;
-  }
-  // The model includes the encodes of the kernel: each value is encoded or added up, and decoded. In one
-  // shot, each rank adds up all values. The model ignores the encodes of messages, which may use the whole
-  // GPU.
-  const double two = 2 * link.latency_us + std::max(2 * (n - 1) / n * bytes / rate, 2 * encode_us);
-  const double one =
-      link.latency_us + std::max((n - 1) / n * ((n - 1) * bytes + whole) / rate, n * encode_us);
-  Choice choice{
-      .schedule = two_shot(world_), .reason = {}, .predicted_us = std::min(one, two), .slice_bytes = 0};
-  choice.schedule.execution = one < two ? Execution::one_shot_kernel : Execution::two_shot_kernel;
-  choice.reason = fmt::format("in one kernel, in {}; {} predicted, in {} {}",
-                              one < two ? "one shot" : "two shots", milliseconds(choice.predicted_us),
-                              one < two ? "two" : "one", milliseconds(std::max(one, two)));
-  return choice;
-}
-
-SchedulePlanner::Choice SchedulePlanner::choose_inside_nodes(int64_t count, Wire wire) const {
-  const Option option = consider(*inside_, count, wire, {});
-  return {inside_->schedule,
-          fmt::format("{}, with peer access inside nodes; {} predicted", reason_, milliseconds(option.us)),
-          option.us, 0};
-}
-
-SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire, const Shards& shards) const {
-  Choice messages = choose_messages(count, wire, shards);
-  const bool nodes = request_.kind == ScheduleKind::hierarchical;
-  if (request_.peer_access == PeerAccessMode::off || request_.collective != Collective::allreduce ||
-      world_ == 1 || !shards.empty() || (nodes && !inside_)) {
-    return messages;
-  }
-  if (!request_.peer_access_obstacle.empty()) {
-    messages.reason += fmt::format("; {}: {}", nodes ? "no peer access inside nodes" : "not in one kernel",
-                                   request_.peer_access_obstacle);
-    return messages;
-  }
-  Choice memory = nodes ? choose_inside_nodes(count, wire) : choose_kernel(count, wire);
-  if (request_.peer_access == PeerAccessMode::automatic && messages.predicted_us < memory.predicted_us) {
-    messages.reason += fmt::format("; {} {}", nodes ? "with peer access inside nodes" : "in one kernel",
-                                   milliseconds(memory.predicted_us));
-    return messages;
-  }
-  memory.reason += fmt::format(", by messages {}", milliseconds(messages.predicted_us));
-  return memory;
-}
-
 SchedulePlanner::Option SchedulePlanner::consider(const Candidate& c, int64_t count, Wire wire,
                                                   const Shards& shards) const {
   Option option{.candidate = &c, .loads = c.even, .slice_bytes = 0, .us = 0, .score = 0, .lossy_steps = 0};
@@ -238,8 +171,7 @@ SchedulePlanner::Option SchedulePlanner::consider(const Candidate& c, int64_t co
   return option;
 }
 
-SchedulePlanner::Choice SchedulePlanner::choose_messages(int64_t count, Wire wire,
-                                                         const Shards& shards) const {
+SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire, const Shards& shards) const {
   std::vector<Option> options;
   for (const Candidate& c : candidates_) {
     if (can_serve(c, wire, shards)) options.push_back(consider(c, count, wire, shards));

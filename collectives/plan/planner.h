@@ -10,11 +10,6 @@
 // The time of NCCL's allreduce is predicted from measurements. NCCL's allreduce is a candidate only if
 // measured, and only for whole FP32 allreduces.
 //
-// Peer access (transport=peer): one kernel carries out the allreduce in two shots, or in one shot where the
-// saved barrier takes longer than the added bytes. In a hierarchical schedule, rounds inside nodes then cost
-// as much as loads from other ranks' memory. transport=auto uses peer access unless messages are predicted to
-// be faster.
-//
 // Slices are long enough to amortize the latency of an exchange, but not longer, because the first and the
 // last slice of a buffer do not overlap with other work. If links were measured, an exchange is sized to take
 // four latencies; otherwise the limit is LinkCosts::slice_bytes. Measured on 4 hosts with 1 Gb/s links, BF16
@@ -23,7 +18,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,10 +33,6 @@ struct ScheduleRequest {
   bool fp32_intra_node = false;  // only links between nodes use the wire format
   Collective collective = Collective::allreduce;
   int root = 0;  // root of a broadcast
-  // When peer access replaces messages in an allreduce. peer_access_obstacle: the reason why peer access is
-  // impossible (Communicator::peer_access_obstacle()); "" if possible.
-  PeerAccessMode peer_access = PeerAccessMode::off;
-  std::string peer_access_obstacle = {};
 };
 
 class SchedulePlanner {
@@ -94,9 +84,6 @@ class SchedulePlanner {
   int64_t slice_bytes(const Candidate& candidate, const Loads& loads) const;
   double predicted_us(const Option& option, int64_t count, Wire wire, const Shards& shards) const;
   Option consider(const Candidate& candidate, int64_t count, Wire wire, const Shards& shards) const;
-  Choice choose_kernel(int64_t count, Wire wire) const;
-  Choice choose_inside_nodes(int64_t count, Wire wire) const;
-  Choice choose_messages(int64_t count, Wire wire, const Shards& shards) const;
   int lossy_steps(const Candidate& candidate, Wire wire) const;
   // Returns whether the candidate supports this wire and these shards.
   bool can_serve(const Candidate& candidate, Wire wire, const Shards& shards) const;
@@ -106,7 +93,6 @@ class SchedulePlanner {
   const LinkCosts costs_;
   const int64_t slice_bytes_;
   std::vector<Candidate> candidates_;  // in order of preference; one candidate if the spec names the schedule
-  std::optional<Candidate> inside_;    // the hierarchical schedule with peer access inside nodes
   std::string reason_;                 // the reason for the choice if there is only one candidate
 };
 

@@ -30,12 +30,11 @@ class Compiler {
   CompiledProgram compile();
 
  private:
-  // A contribution to a chunk's sum, in a slot of the workspace or in a peer window.
+  // A contribution to a chunk's sum, in a slot of the workspace.
   struct Input {
     int32_t from;
-    float scale;                // scale of a single part; 1 for a sum of parts
-    int slot = -1;              // -1: in a peer window
-    void* in_window = nullptr;  // address in the peer window
+    float scale;  // scale of a single part; 1 for a sum of parts
+    int slot;
   };
   // A chunk's value, encoded or exact, that can be sent.
   struct Source {
@@ -51,36 +50,30 @@ class Compiler {
     void* encoded = nullptr;       // place of the encoded chunk
     const float* own = nullptr;    // this rank's part; null in an all_gather if the rank has none
     float* residual = nullptr;     // residual of this rank's encode
-    int64_t window_offset = 0;     // offset in a half of a peer window
     bool closed = false;           // the partial sum is complete and emitted, or the final value is received
     bool is_sent_encoded = false;  // this rank sends its sum of the chunk encoded, in some round
     std::vector<Input> encoded_inputs, exact_inputs;
     Source encoded_source, exact_source;
-    int arrived = -1;   // the last exchange that received data of the chunk
-    int exported = -1;  // the last exchange for which the chunk was copied to the window
+    int arrived = -1;  // the last exchange that received data of the chunk
   };
 
   // Choose the addresses of chunks and inputs.
   void place_chunks(const ProgramMemory& memory);
   void place_buffers(Chunk& chunk, const ProgramMemory& memory, int64_t shard_offset);
-  void* place_for_encoded(const Chunk& chunk, int owner);
   void* reserve(int64_t bytes);
   void* address(size_t offset) const { return reinterpret_cast<void*>(workspace_ + offset); }
   int take_slot();
   void* place_of(const Input& input) const;
-  void* place_in_window(int rank, int round, const Chunk& chunk) const;
 
   // Properties of steps.
   const std::vector<Round>& rounds() const { return plan_.schedule.rounds[plan_.rank()]; }
   bool is_exact(const Step& step) const;
-  bool in_window(const Step& step) const { return windows_ != nullptr && step.intra_node; }
   int64_t bytes_of(const Chunk& chunk, bool exact) const;
 
   // Process the rounds in order.
   void look_ahead();
   void compile_round(int round);
   Transfer send(const Step& step, int round);
-  Transfer export_exact(const Step& step, int round);
   Transfer receive_part(const Step& step, int round);
   Transfer receive_final(const Step& step, int round);
 
@@ -100,7 +93,6 @@ class Compiler {
   const ProgramPlan& plan_;
   const Wire wire_;
   const float part_scale_, result_scale_;  // scales of parts while adding, and of their sum
-  const MappedPeers* const windows_;       // the node's windows; null: all data is sent
   // The workspace: encoded chunks of a lossy format, then slots for contributions.
   const uintptr_t workspace_;
   size_t reserved_ = 0, slot_bytes_ = 0;
@@ -117,17 +109,12 @@ Compiler::Compiler(const ProgramPlan& plan, const ProgramMemory& memory)
       wire_(plan.options.wire),
       part_scale_(part_scale_of(plan.schedule, plan.options.scale)),
       result_scale_(plan.options.scale / part_scale_),
-      windows_(plan.execution == Execution::node_peer_access ? plan.windows.get() : nullptr),
       workspace_(memory.workspace),
       chunks_(plan.schedule.chunks),
       first_sums_(plan.schedule) {
   for (int c = 0; c < plan.schedule.chunks; ++c) {
     chunks_[c].range = plan.ranges[c];
     chunks_[c].owned = plan.schedule.owner[c] == plan.rank();
-  }
-  if (windows_ != nullptr) {
-    const auto offsets = peer_memory_offsets(plan.ranges, plan.options);
-    for (size_t c = 0; c < chunks_.size(); ++c) chunks_[c].window_offset = offsets[c];
   }
   look_ahead();
   place_chunks(memory);
@@ -151,7 +138,6 @@ void Compiler::look_ahead() {
       if (step.kind == Step::Kind::recv_copy) {
         final[step.chunk] = true;
       } else if (step.kind == Step::Kind::recv_reduce) {
-        if (in_window(step)) continue;
         slot_bytes_ = std::max(slot_bytes_, aligned(bytes_of(chunk, is_exact(step))));
       } else if (!final[step.chunk] && !is_exact(step)) {
         chunk.is_sent_encoded = true;
@@ -162,18 +148,11 @@ void Compiler::look_ahead() {
 
 void Compiler::place_chunks(const ProgramMemory& memory) {
   int64_t shard_offset = 0;  // offset of the next owned chunk in this rank's shard
-  for (size_t c = 0; c < chunks_.size(); ++c) {
-    Chunk& chunk = chunks_[c];
-    if (!wire_->exact) chunk.encoded = place_for_encoded(chunk, plan_.schedule.owner[c]);
+  for (Chunk& chunk : chunks_) {
+    if (!wire_->exact) chunk.encoded = reserve(bytes_of(chunk, false));
     place_buffers(chunk, memory, shard_offset);
     if (chunk.owned) shard_offset += chunk.range.count();
   }
-}
-
-void* Compiler::place_for_encoded(const Chunk& chunk, int owner) {
-  if (windows_ == nullptr || plan_.options.fp32_intra_node) return reserve(bytes_of(chunk, false));
-  const bool own_shard = owner % windows_->memory.world == windows_->memory.rank;
-  return place_in_window(plan_.rank(), own_shard ? 1 : 0, chunk);
 }
 
 // Places a chunk's part and result in the caller's buffers where the collective allows it, otherwise in the
@@ -215,15 +194,7 @@ int Compiler::take_slot() {
 }
 
 void* Compiler::place_of(const Input& input) const {
-  if (input.slot < 0) return input.in_window;
   return address(reserved_ + static_cast<size_t>(input.slot) * slot_bytes_);
-}
-
-// Returns the address of the chunk in the rank's window. Round 0 is the reduce-scatter inside the node, whose
-// parts are in the first half of a window. The last round is the all-gather.
-void* Compiler::place_in_window(int rank, int round, const Chunk& chunk) const {
-  std::byte* const window = windows_->memory.windows[rank - windows_->first_rank];
-  return window + kPeerHeaderBytes + (round == 0 ? 0 : windows_->memory.half_bytes) + chunk.window_offset;
 }
 
 bool Compiler::is_exact(const Step& step) const {
@@ -239,7 +210,6 @@ void Compiler::compile_round(int round) {
   Exchange& exchange = exchanges_.emplace_back();
   exchange.label = {mix(plan_.call.hash, static_cast<uint64_t>(round)),
                     fmt::format("{}, round {} of {}", plan_.call.what, round + 1, rounds().size())};
-  exchange.in_windows = std::ranges::any_of(steps, [&](const Step& step) { return in_window(step); });
   for (const Step& step : steps) {
     const Chunk& chunk = chunks_[step.chunk];
     if (step.kind == Step::Kind::send && !chunk.closed && chunk.range.count() > 0) close(step.chunk);
@@ -251,9 +221,9 @@ void Compiler::compile_round(int round) {
                                                                         : receive_final(step, round));
   }
   for (const Step& step : steps) {
-    const bool in_place = is_exact(step) && !in_window(step);
     Chunk& chunk = chunks_[step.chunk];
-    if (step.kind == Step::Kind::recv_copy && !in_place && chunk.range.count() > 0) produce_final(chunk);
+    if (step.kind == Step::Kind::recv_copy && !is_exact(step) && chunk.range.count() > 0)
+      produce_final(chunk);
   }
 }
 
@@ -266,26 +236,9 @@ Transfer Compiler::send(const Step& step, int round) {
                        exact ? "inside its node, as FP32, after it was rounded for another node"
                              : "to another node, to be rounded, after it was sent unrounded inside its own"));
   }
-  if (in_window(step) && source.data != place_in_window(plan_.rank(), round, chunk)) {
-    return export_exact(step, round);
-  }
   must_precede(source.made_by, round);
   return {Transfer::Kind::send, step.peer, const_cast<void*>(source.data),  // a send only reads
           static_cast<size_t>(bytes_of(chunk, exact))};
-}
-
-// Copies FP32 from the caller's buffers, which other ranks do not read, into the window. Copies a chunk only
-// once for all readers.
-Transfer Compiler::export_exact(const Step& step, int round) {
-  Chunk& chunk = chunks_[step.chunk];
-  auto* const place = static_cast<float*>(place_in_window(plan_.rank(), round, chunk));
-  if (chunk.exported != round) {
-    chunk.exported = round;
-    const auto* exact = static_cast<const float*>(chunk.exact_source.data);
-    must_precede(emit(Reduce{.own = exact, .out = place, .count = chunk.range.count()}, chunk), round);
-    must_precede(chunk.exact_source.made_by, round);
-  }
-  return {Transfer::Kind::send, step.peer, place, static_cast<size_t>(bytes_of(chunk, true))};
 }
 
 Transfer Compiler::receive_part(const Step& step, int round) {
@@ -295,12 +248,7 @@ Transfer Compiler::receive_part(const Step& step, int round) {
   }
   const bool exact = is_exact(step);
   const bool part = part_scale_ != 1.0f && first_sums_.sends_a_part(step.peer, step.chunk, round);
-  Input input{.from = step.peer, .scale = part ? part_scale_ : 1.0f};
-  if (in_window(step)) {
-    input.in_window = place_in_window(step.peer, round, chunk);
-  } else {
-    input.slot = take_slot();
-  }
+  const Input input{.from = step.peer, .scale = part ? part_scale_ : 1.0f, .slot = take_slot()};
   (exact ? chunk.exact_inputs : chunk.encoded_inputs).push_back(input);
   chunk.arrived = round;
   return {Transfer::Kind::receive, step.peer, place_of(input), static_cast<size_t>(bytes_of(chunk, exact))};
@@ -309,9 +257,7 @@ Transfer Compiler::receive_part(const Step& step, int round) {
 Transfer Compiler::receive_final(const Step& step, int round) {
   Chunk& chunk = chunks_[step.chunk];
   const bool exact = is_exact(step);
-  void* const to = in_window(step) ? place_in_window(step.peer, round, chunk)
-                   : exact         ? chunk.exact
-                                   : chunk.encoded;
+  void* const to = exact ? chunk.exact : chunk.encoded;
   chunk.closed = true;  // from now on the received value is forwarded, not encoded
   chunk.arrived = round;
   (exact ? chunk.exact_source : chunk.encoded_source) = {.data = to, .available = true};
@@ -381,17 +327,11 @@ int Compiler::add_encoded_inputs(Chunk& chunk, const float* own, bool own_is_sum
   return emit(args, chunk);
 }
 
-// Decodes a received final value, or copies it from a window if it is FP32.
+// Decodes a received final value.
 void Compiler::produce_final(Chunk& chunk) {
-  const int64_t count = chunk.range.count();
-  int made_by = -1;
-  if (chunk.encoded_source.available) {
-    made_by =
-        emit(Decode{chunk.encoded_source.data, chunk.exact, result_scale_, count, chunk.residual}, chunk);
-  } else {
-    const auto* in_window = static_cast<const float*>(chunk.exact_source.data);
-    made_by = emit(Reduce{.own = in_window, .out = chunk.exact, .count = count}, chunk);
-  }
+  const int made_by =
+      emit(Decode{chunk.encoded_source.data, chunk.exact, result_scale_, chunk.range.count(), chunk.residual},
+           chunk);
   chunk.exact_source = {.data = chunk.exact, .available = true, .made_by = made_by};
 }
 
@@ -409,7 +349,7 @@ void Compiler::merge(std::vector<Input>& inputs, const Chunk& chunk, Args& args)
     args.inputs[args.num_inputs++] =
         static_cast<std::remove_reference_t<decltype(args.inputs[0])>>(place_of(input));
     args.own_position += input.from < plan_.rank() ? 1 : 0;
-    if (input.slot >= 0) free_slots_.push_back(input.slot);
+    free_slots_.push_back(input.slot);
   }
   args.count = chunk.range.count();
   inputs.clear();

@@ -20,9 +20,6 @@ namespace gradwire {
 struct Exchange {
   std::vector<Transfer> transfers;
   ExchangeLabel label;
-  // Whether a barrier inside a node replaces the exchange. The transfers then list the bytes that ranks read
-  // in each other's windows.
-  bool in_windows = false;
   bool early = false;  // may start before the previous exchange has finished
 
   int64_t bytes_sent() const;

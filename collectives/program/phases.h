@@ -12,7 +12,6 @@
 #include <string>
 #include <vector>
 
-#include "collectives/schedule/schedule.h"
 #include "runtime/device/device.h"
 #include "runtime/device/nvtx.h"
 #include "runtime/trace/trace.h"
@@ -27,8 +26,6 @@ struct ProgramInfo {
   std::string schedule;
   int64_t bytes_sent = 0;  // bytes that this rank sends
   int exchanges = 0, slices = 1;
-  // The execution in use: messages if the transport does not support the schedule's execution.
-  Execution execution = Execution::messages;
 };
 
 // One bucket's marks in one step. The times must be read before a later step reuses the object.

@@ -12,7 +12,7 @@ Program::Program(Transport& transport, const Schedule& schedule, const ProgramBu
                  Options options)
     : plan_(std::make_unique<const ProgramPlan>(transport, schedule, buffers, std::move(options))),
       buffers_(buffers),
-      executor_(make_executor(*plan_, memory(nullptr))),
+      executor_(std::make_unique<ProgramExecutor>(*plan_, memory(nullptr))),
       workspace_bytes_(wide_bytes_ + executor_->workspace_bytes()) {}
 
 Program::~Program() = default;

@@ -1,7 +1,7 @@
 // A program: one rank's part of a collective, for one buffer, over any transport with any wire format.
 //
-// The program's plan is made once from a schedule. An executor compiles the plan into kernels and exchanges
-// with fixed addresses. The operations for each element of a chunk:
+// The program's plan is made once from a schedule, and compiled into kernels and exchanges with fixed
+// addresses. The operations for each element of a chunk:
 //   first send of a partial sum   one fused op: this rank's own part + residual + all contributions received
 //                                 so far, in ascending rank order -> wire, residual (the error of this
 //                                 encode), and, at the owner, the result as all ranks will decode it
@@ -23,24 +23,15 @@
 // no value, so the rank neither uses nor changes the chunk's residual. The ranks that represent a node first
 // add all parts from inside the node in FP32, in rank order, and then encode as above.
 //
-// Each execution (Schedule::execution) has an executor. All except the library give the same bits:
-//   messages    Sends and receives. With a stream for transfers, chunks are cut into slices (pipelined() in
-//               schedule.h). Exchanges run on the stream for transfers and kernels on the caller's stream.
-//               Events order dependent work: while a slice is in flight, another slice is added up. An
-//               exchange that does not touch the previous exchange's memory is posted before the previous
-//               exchange is done, so that links do not idle. The sum of an element does not depend on its
-//               slice.
-//   kernel      The whole program is one kernel over peer windows (kernels/wire/fused.h). The kernel runs on
-//               the stream for transfers, if there is one, like the kernels of other programs that use the
-//               same windows.
-//   node        No messages inside a node. Data for ranks of the node is in the peer windows: parts of other
-//               ranks' shards in the first half, final values of this rank's shard in the second half. A
-//               barrier of the node's ranks (stream_barrier() in fused.h) replaces each round inside the
-//               node. After the barrier, kernels read their inputs from the other ranks' windows. A half is
-//               written again only after the barrier of the other half, which a rank enters once its earlier
-//               reads are complete. So halves need not alternate, and addresses are fixed.
-//   library     One call of NCCL's allreduce of floats, between the caller's buffers. NCCL chooses the order
-//               of additions; the only error is FP32 rounding.
+// With a stream for transfers, chunks are cut into slices (pipelined() in schedule.h). Exchanges run on the
+// stream for transfers and kernels on the caller's stream. Events order dependent work: while a slice is in
+// flight, another slice is added up. An exchange that does not touch the previous exchange's memory is posted
+// before the previous exchange is done, so that links do not idle. The sum of an element does not depend on
+// its slice.
+//
+// schedule=nccl is one call of NCCL's allreduce of floats, between the caller's buffers. NCCL chooses the
+// order of additions; the only error is FP32 rounding. All other schedules give the same bits on every rank
+// and transport.
 #pragma once
 
 #include <cstddef>

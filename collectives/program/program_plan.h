@@ -2,12 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "collectives/program/program.h"
-#include "collectives/transport/peer_access.h"
-#include "kernels/wire/fused.h"
 
 namespace gradwire {
 
@@ -30,22 +27,13 @@ struct ProgramPlan {
   const int64_t count;
   const DType dtype;
   const Shards shards;
-  const std::shared_ptr<MappedPeers> windows;  // null: the ranks exchange messages only
-  const Execution execution;  // messages if the transport does not support the schedule's execution
+  const bool uses_library;  // the transport's own allreduce carries out the schedule
   const int slices;
   const bool overlapped;  // exchanges run on a separate stream
   const Schedule schedule;
   const std::vector<ChunkRange> ranges;  // [chunk]
   const Call call;
 };
-
-// Returns the call over peer windows that carries out the whole schedule; without addresses.
-FusedAllreduce fused_call(const Transport& transport, const Schedule& schedule, int64_t count,
-                          const Shards& shards, const Program::Options& options);
-
-// Returns the chunks' offsets in a half of a node's window, followed by the half's size.
-std::vector<int64_t> peer_memory_offsets(const std::vector<ChunkRange>& chunks,
-                                         const Program::Options& options);
 
 // FP32 memory of a program, and its workspace. The workspace's address is an integer because the pass that
 // measures the workspace's size begins at address 0.

@@ -85,8 +85,6 @@ void Reducer::build_buckets() {
   auto plan = [&](Collective collective, std::optional<SchedulePlanner>& planner) {
     ScheduleRequest request = schedule_request(spec_);
     request.collective = collective;
-    if (spec_.peer_access != PeerAccessMode::off)
-      request.peer_access_obstacle = comm_.peer_access_obstacle(spec_.schedule);
     planner.emplace(request, comm_.world(), comm_.ranks_per_node(), comm_.link_costs(stream_, request),
                     options_.slice_bytes);
   };

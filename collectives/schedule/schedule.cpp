@@ -221,7 +221,6 @@ Topology complete(Topology t, int world) {
 Schedule nccl_allreduce(int world) {
   Schedule s = ring(world);
   s.kind = ScheduleKind::nccl;
-  s.execution = Execution::library;
   s.lossy_steps = s.inter_node_lossy_steps = 0;
   return s;
 }

@@ -54,19 +54,6 @@ struct Step {
 
 using Round = std::vector<Step>;
 
-// How a schedule is executed. All executions but `library` give the same bits.
-enum class Execution : uint8_t {
-  messages,          // sends and receives
-  two_shot_kernel,   // peer access: a two-shot as one kernel (kernels/wire/fused.h)
-  one_shot_kernel,   // peer access: a two-shot as one kernel with one barrier
-  node_peer_access,  // hierarchical: peer access inside nodes, messages between nodes
-  library            // the transport's own allreduce, which ignores the schedule
-};
-
-// When peer access replaces messages: never, wherever possible, or where the planner predicts peer access to
-// be faster.
-enum class PeerAccessMode : uint8_t { off, on, automatic };
-
 // The placement of ranks on nodes; 0: unknown. One field and the world determine the other field.
 struct Topology {
   int nodes = 0;
@@ -76,7 +63,6 @@ struct Topology {
 struct Schedule {
   Collective collective = Collective::allreduce;
   ScheduleKind kind = ScheduleKind::ring;
-  Execution execution = Execution::messages;
   int world = 1;
   int chunks = 1;
   std::vector<int32_t> owner;  // [chunk]

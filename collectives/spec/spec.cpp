@@ -56,8 +56,6 @@ using Feedback = ResidualPolicy::Feedback;
 const std::vector<std::pair<std::string_view, Feedback>> kFeedbacks{
     {"on", Feedback::on}, {"off", Feedback::off}, {"ef21", Feedback::ef21}};
 const std::vector<std::pair<std::string_view, bool>> kIntraNode{{"wire", false}, {"fp32", true}};
-const std::vector<std::pair<std::string_view, PeerAccessMode>> kTransports{
-    {"messages", PeerAccessMode::off}, {"peer", PeerAccessMode::on}, {"auto", PeerAccessMode::automatic}};
 const std::vector<std::pair<std::string_view, Rounding>> kRoundings{{"nearest", Rounding::nearest},
                                                                     {"stochastic", Rounding::stochastic}};
 
@@ -144,12 +142,12 @@ std::string CompressionSpec::grammar() {
       "powersgd:rank=R[,wire=FORMAT][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S], "
       "randk:ratio=X[,wire=FORMAT][,seed=S] or dion:rank=R[,mu=X][,orth=on|off][,wire=FORMAT][,seed=S], "
       "where "
-      "FORMAT is {}, with ,ef={} and ,schedule={} and ,transport={} and ,intra_node={} on any of them, "
+      "FORMAT is {}, with ,ef={} and ,schedule={} and ,intra_node={} on any of them, "
       ",residual={} and ,ef_decay=X and ,start=N and ,max_norm=X and "
       ",dense=off|auto|[+]NAME+NAME... on any but fp32, ,ramp=N on any but fp32 and powersgd, ,momentum=X on "
       "topk and randk, and the format's own options (docs/formats.md)",
-      fmt::join(format_names(), "|"), words(kFeedbacks), words(schedules()), words(kTransports),
-      words(kIntraNode), words(residuals()));
+      fmt::join(format_names(), "|"), words(kFeedbacks), words(schedules()), words(kIntraNode),
+      words(residuals()));
 }
 
 namespace {
@@ -208,7 +206,6 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
   ResidualPolicy& policy = spec.policy;
   word("ef", policy.feedback, kFeedbacks);
   word("schedule", spec.schedule, schedules());
-  word("transport", spec.peer_access, kTransports);
   word("intra_node", spec.fp32_intra_node, kIntraNode);
   const bool codec = spec.method != CompressionSpec::Method::wire;
   const bool dion = spec.method == CompressionSpec::Method::dion;
@@ -297,24 +294,16 @@ void check_error_feedback(const CompressionSpec& spec, std::string_view text, bo
   }
 }
 
-// Throws BadInput if schedule, transport and format do not fit together.
+// Throws BadInput if schedule and format do not fit together.
 void check_schedule(const CompressionSpec& spec, std::string_view text) {
-  const bool automatic = spec.schedule == ScheduleKind::automatic;
-  const bool hierarchical = spec.schedule == ScheduleKind::hierarchical;
-  if (spec.peer_access != PeerAccessMode::off && !automatic && !hierarchical &&
-      spec.schedule != ScheduleKind::two_shot) {
-    bad(text,
-        fmt::format("transport={} needs schedule=auto, two_shot or hierarchical, not {}: one kernel carries "
-                    "out a two-shot, and peer access replaces messages inside nodes",
-                    word_for(kTransports, spec.peer_access), name(spec.schedule)));
-  }
   if (spec.schedule == ScheduleKind::nccl && !spec.wire->exact) {
     bad(text,
         fmt::format("schedule=nccl adds FP32, not {}: NCCL would add rounded values and round each partial "
                     "sum, without error feedback; use wire format fp32, or another schedule",
                     spec.wire->name));
   }
-  if (spec.fp32_intra_node && !hierarchical && !automatic) {
+  if (spec.fp32_intra_node && spec.schedule != ScheduleKind::hierarchical &&
+      spec.schedule != ScheduleKind::automatic) {
     bad(text, fmt::format("intra_node=fp32 needs schedule=hierarchical or auto; schedule={} ignores nodes",
                           name(spec.schedule)));
   }
@@ -386,7 +375,6 @@ std::string CompressionSpec::to_string() const {
   add(dense != default_dense(wire),
       fmt::format("dense={}", dense.empty() ? "off" : fmt::to_string(fmt::join(dense, "+"))));
   add(schedule != defaults.schedule, fmt::format("schedule={}", name(schedule)));
-  add(peer_access != defaults.peer_access, fmt::format("transport={}", word_for(kTransports, peer_access)));
   add(fp32_intra_node != defaults.fp32_intra_node, "intra_node=fp32");
   return (powersgd ? "powersgd" : randk ? "randk" : dion ? "dion" : wire->name) + options;
 }

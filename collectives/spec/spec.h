@@ -29,10 +29,6 @@ struct CompressionSpec {
   // and small tensors. Sorted, without duplicates.
   std::vector<std::string> dense;
   ScheduleKind schedule = ScheduleKind::automatic;
-  // transport=peer: peer access where ranks can read each other's memory (NCCL's term LSA means
-  // load/store-accessible). An allreduce is then one kernel or, with schedule=hierarchical, sends no messages
-  // inside nodes. transport=auto: peer access only where the planner predicts peer access to be faster.
-  PeerAccessMode peer_access = PeerAccessMode::off;
   // intra_node=fp32: a hierarchical schedule uses `wire` only on links between nodes.
   bool fp32_intra_node = false;
 

@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include "collectives/transport/peer_access.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {
@@ -18,11 +17,6 @@ Buffer Transport::exchange_memory(size_t bytes) {
 
 std::unique_ptr<Transport> Transport::split(const std::vector<int>&) {
   throw BadInput(fmt::format("the {} transport cannot be split", name()));
-}
-
-std::string Transport::peer_access_obstacle(int group) {
-  if (PeerAccess* access = peer_access()) return access->obstacle(group);
-  return fmt::format("over the {} transport ranks do not read each other's memory", name());
 }
 
 std::string Transport::native_allreduce_obstacle() {

@@ -26,8 +26,6 @@
 
 namespace gradwire {
 
-class PeerAccess;
-
 // The largest world size. A larger world is a configuration error. The limit bounds the tables.
 inline constexpr int kMostRanks = 1 << 16;
 
@@ -197,16 +195,11 @@ class Transport {
 
   // Return the capability; null if the transport lacks it.
   virtual EarlyExchange* early_exchange() { return nullptr; }
-  virtual PeerAccess* peer_access() { return nullptr; }
   virtual NativeAllreduce* native_allreduce() { return nullptr; }
   virtual MessagesToRankZero* messages() { return nullptr; }
   virtual ElasticGroup* elastic() { return nullptr; }
   virtual Admission* admission() { return nullptr; }
 
-  // Returns why ranks cannot read each other's memory, and the remedy; "" if they can. The result is the same
-  // on all ranks. `group`: only ranks of the same group of this many consecutive ranks need access; 0: all
-  // ranks. Collective; blocks.
-  std::string peer_access_obstacle(int group = 0);
   // Returns why native_allreduce() is null, and the alternative; "" if native_allreduce() is not null. The
   // result is the same on all ranks.
   std::string native_allreduce_obstacle();

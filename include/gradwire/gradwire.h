@@ -515,10 +515,10 @@ typedef struct gw_call_options {
  * @param dtype    type of the elements. A sum beyond float16 is infinity there.
  * @param op       #GW_SUM or #GW_AVG.
  * @param spec     a format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or your own, with
- *                 ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|peer|auto" and
- *                 ",intra_node=wire|fp32". "powersgd" and "randk" need a reducer. ef= has no
- *                 effect: there is error feedback if options->residual is set. Formats whose encode may lose
- *                 more than its input, such as "qsgd:bits=4", take no residual.
+ *                 ",schedule=auto|ring|tree|two_shot|hierarchical|nccl" and ",intra_node=wire|fp32".
+ *                 "powersgd" and "randk" need a reducer. ef= has no effect: there is error feedback if
+ *                 options->residual is set. Formats whose encode may lose more than its input, such as
+ *                 "qsgd:bits=4", take no residual.
  * @param stream   see the top; may differ.
  * @param options  may be null: no tag, no residual, no request. The residual has (count) elements.
  * @return #GW_BAD_ARGUMENT, #GW_COMM_FAILED, #GW_DEVICE_FAILED, #GW_UNSUPPORTED.
@@ -666,10 +666,10 @@ typedef struct gw_reducer_options {
  * @param spec       a format of docs/formats.md, such as "fp32" or "bf16:round=stochastic"; or
  *                   "powersgd:rank=R" with ",wire=FORMAT", ",warm=on|off", ",alternate=on|off",
  *                   ",min_ratio=X" and ",seed=S"; or "randk:ratio=X" with ",wire=FORMAT" and ",seed=S"; each
- *                   with ",ef=on|off|ef21", ",schedule=auto|ring|tree|two_shot|hierarchical|nccl",
- *                   ",transport=messages|peer|auto" and ",intra_node=wire|fp32". The first schedule=auto on a
- *                   communicator of more than two processes measures its links, for at most 0.3 s and 5 % of
- *                   timeout_ms if round trips take less than 5 ms. A named schedule measures nothing.
+ *                   with ",ef=on|off|ef21", ",schedule=auto|ring|tree|two_shot|hierarchical|nccl" and
+ *                   ",intra_node=wire|fp32". The first schedule=auto on a communicator of more than two
+ *                   processes measures its links, for at most 0.3 s and 5 % of timeout_ms if round trips take
+ *                   less than 5 ms. A named schedule measures nothing.
  * @param tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this
  *                   order. Ranks compare names, shapes and order here. Copied.
  * @param n_tensors  0 or more.

@@ -36,9 +36,7 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
   if (settings.ranks_per_node > 0 && world % settings.ranks_per_node == 0)
     comm_->set_ranks_per_node(settings.ranks_per_node);
   try {
-    ScheduleRequest request = schedule_request(settings.spec);
-    if (request.peer_access != PeerAccessMode::off)
-      request.peer_access_obstacle = comm_->peer_access_obstacle(settings.spec.schedule);
+    const ScheduleRequest request = schedule_request(settings.spec);
     planner_.emplace(request, world, comm_->ranks_per_node(), comm_->link_costs(setup_, request),
                      kAutomaticSlices);
   } catch (const BadInput& error) {  // every rank gets the same error

@@ -8,7 +8,6 @@
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/bf16.h"
 #include "kernels/math/random.h"
-#include "kernels/wire/fused.cuh"
 #include "kernels/wire/reduce_encode.cuh"
 
 namespace gradwire::cuda {
@@ -31,88 +30,37 @@ __device__ __forceinline__ void round_all(const WireRounding& rounding, uint64_t
   }
 }
 
-// Reads the vectors of a call, directly or ahead (read_ahead.cuh).
-struct Reads {
-  static constexpr int kSlots = kBf16ReadsAhead + 1, kPieces = 2;
-  static constexpr bool kResidual = true;
-  __device__ __forceinline__ static void begin_floats(const Pieces& to, const float* from, int64_t vector) {
-    const int64_t i = vector_begin<kWidth>(vector);
-    begin_copy<16>(to.at(0), from + i);
-    begin_copy<16>(to.at(1), from + i + kApart);
-  }
-  __device__ __forceinline__ static void begin_wire(const Pieces& to, const void* from, int64_t,
-                                                    int64_t vector) {
-    const uint16_t* const wire = static_cast<const uint16_t*>(from) + vector_begin<kWidth>(vector);
-    begin_copy<8>(to.at(0), wire);
-    begin_copy<8>(to.at(0) + 8, wire + kApart);
-  }
-
-  // Reads the vector at element i from global memory.
-  struct Direct {
-    int64_t i;
-    template <int W>
-    __device__ __forceinline__ void floats(const float* from, float (&x)[W]) {
-      load_vector<W>(from + i, x);
-    }
-    template <int W>
-    __device__ __forceinline__ void wire(const void* from, float (&x)[W]) {
-      uint16_t bits[W];
-      load_vector<W>(static_cast<const uint16_t*>(from) + i, bits);
+template <int W>
+__device__ __forceinline__ void load_wire(const void* from, int64_t i, float (&x)[W]) {
+  uint16_t bits[W];
+  load_vector<W>(static_cast<const uint16_t*>(from) + i, bits);
 #pragma unroll
-      for (int k = 0; k < W; ++k) x[k] = bf16_to_float(bits[k]);
-    }
-  };
-
-  // Reads the vectors from the queue's copies in shared memory.
-  template <typename Queue>
-  struct Queued {
-    Queue& queue;
-    template <int W>
-    __device__ __forceinline__ void floats(const float*, float (&x)[W]) {
-      const Pieces item = queue.next();
-      const float4 low = *reinterpret_cast<const float4*>(item.at(0)),
-                   high = *reinterpret_cast<const float4*>(item.at(1));
-      x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-      x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-    }
-    template <int W>
-    __device__ __forceinline__ void wire(const void*, float (&x)[W]) {
-      const uint4 bits = *reinterpret_cast<const uint4*>(queue.next().at(0));
-      const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-      for (int k = 0; k < W; ++k) x[k] = bf16_to_float(static_cast<uint16_t>(words[k / 2] >> (16 * (k % 2))));
-    }
-  };
-};
+  for (int k = 0; k < W; ++k) x[k] = bf16_to_float(bits[k]);
+}
 
 // Encodes a vector of the call. kSum: S has inputs, or the scale of S is not 1.
-template <Coding kCoding, bool kSum, typename Args = ReduceEncode>
+template <Coding kCoding, bool kSum>
 struct ReduceEncodeBody {
-  const Args& a;
+  const ReduceEncode& a;
   uint64_t step;
 
   template <int W>
   __device__ __forceinline__ void at(int64_t i) const {
-    at<W>(i, Reads::Direct{i});
-  }
-  // Reads `own`, `residual` and `inputs` in the order of PartReads.
-  template <int W, typename From>
-  __device__ __forceinline__ void at(int64_t i, From from) const {
     float s[W];
-    from.template floats<W>(a.own, s);
+    load_vector<W>(a.own + i, s);
     if (a.residual != nullptr) {
       float kept[W];
-      from.template floats<W>(a.residual, kept);
+      load_vector<W>(a.residual + i, kept);
       add<W>(kSum ? a.residual_scale : 1.0f, kept, s);
     }
-    if (kSum) sum_all<W>(from, s);
+    if (kSum) sum_all<W>(i, s);
     finish<W>(i, s);
   }
 
  private:
   // Replaces s, this rank's part, with the sum of all parts.
-  template <int W, typename From>
-  __device__ __forceinline__ void sum_all(From& from, float (&s)[W]) const {
+  template <int W>
+  __device__ __forceinline__ void sum_all(int64_t i, float (&s)[W]) const {
     float own[W];
 #pragma unroll
     for (int k = 0; k < W; ++k) {
@@ -121,13 +69,13 @@ struct ReduceEncodeBody {
     }
     // Loads the next input while adding this one. Unrolling further spills the sums.
     float next[W];
-    if (a.num_inputs > 0) from.template wire<W>(a.input(0), next);
+    if (a.num_inputs > 0) load_wire<W>(a.inputs[0], i, next);
 #pragma unroll 1
     for (int input = 0; input < a.num_inputs; ++input) {
       float x[W];
 #pragma unroll
       for (int k = 0; k < W; ++k) x[k] = next[k];
-      if (input + 1 < a.num_inputs) from.template wire<W>(a.input(input + 1), next);
+      if (input + 1 < a.num_inputs) load_wire<W>(a.inputs[input + 1], i, next);
       if (input == a.own_position) add<W>(a.own_scale, own, s);
       add<W>(a.input_scale(input), x, s);
     }
@@ -164,32 +112,12 @@ struct DecodeBody {
   const Decode& a;
   template <int W>
   __device__ __forceinline__ void at(int64_t i) const {
-    at<W>(i, Reads::Direct{i});
-  }
-  template <int W, typename From>
-  __device__ __forceinline__ void at(int64_t i, From from) const {
     float out[W];
-    from.template wire<W>(a.wire, out);
+    load_wire<W>(a.wire, i, out);
     forget_not_finite<W>(out, a.residual == nullptr ? nullptr : a.residual + i);
 #pragma unroll
     for (int k = 0; k < W; ++k) out[k] *= a.scale;
     store_vector<W>(a.out + i, out);
-  }
-};
-
-template <Coding kCoding>
-struct Bf16Tiles : TilesAhead<Reads> {
-  static constexpr bool kExact = false;
-  uint64_t step;
-  __device__ __forceinline__ Bf16Tiles(const Form& form, const FusedAllreduce& call)
-      : TilesAhead(form), step(step_of(call.rounding)) {}
-  __device__ __forceinline__ static int64_t tile() { return kThreads * kWidth; }
-  __device__ __forceinline__ void reduce_encode(const FusedPart& a) const {
-    for_each_in_tiles<kWidth>(wide, a.count, ReduceEncodeBody<kCoding, true, FusedPart>{a, step},
-                              PartReads<Reads>(a), shared_bytes);
-  }
-  __device__ __forceinline__ void decode(const Decode& a) const {
-    for_each_in_tiles<kWidth>(wide, a.count, DecodeBody{a}, WireReads<Reads>(a), shared_bytes);
   }
 };
 
@@ -232,17 +160,6 @@ void bf16_reduce_encode(CudaStream stream, const ReduceEncode& a) {
 void bf16_decode(CudaStream stream, const Decode& a) {
   auto split = Alignment(kWidth).with(wire_of(a.wire)).with(a.out).split(a.count);
   launch_vectors<kWidth>("bf16_decode", bf16_decode_kernel, stream, split, a);
-}
-
-void bf16_fused_allreduce(CudaStream stream, const FusedAllreduce& a) {
-  const bool wide = aligned(a.in, a.out, a.residual);
-  if (a.rounding.mode == Rounding::nearest) {
-    launch_fused<Bf16Tiles<Coding::nearest>>("bf16_fused_allreduce", stream, a, {wide},
-                                             kVectorThreads * kWidth);
-  } else {
-    launch_fused<Bf16Tiles<Coding::stochastic>>("bf16_fused_allreduce", stream, a, {wide},
-                                                kVectorThreads * kWidth);
-  }
 }
 
 }  // namespace gradwire::cuda

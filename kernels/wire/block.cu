@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kBlockThreads, 3)
                                const __grid_constant__ ReduceEncode a, bool wide) {
   GW_DYNAMIC_SHARED(unsigned char, shared);
   Worker<F> w(coder, shape, a.count, wide, shared);
-  reduce_encode_tiles(w, a, Fetch{w});
+  reduce_encode_tiles(w, a);
 }
 
 template <typename F>
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kBlockThreads, 3)
                         const __grid_constant__ Decode a, bool wide) {
   GW_DYNAMIC_SHARED(unsigned char, shared);
   Worker<F> w(coder, shape, a.count, wide, shared);
-  decode_tiles(w, a, Fetch{w});
+  decode_tiles(w, a);
 }
 
 // The same for blocks of the default size.
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kBlockThreads, RegisterWorker<F>::kMinBlocks)
                                   const __grid_constant__ ReduceEncode a, bool wide) {
   GW_DYNAMIC_SHARED(unsigned char, shared);
   RegisterWorker<F> w(coder, a.count, wide, shared);
-  reduce_encode_registers(w, a, Fetch{w});
+  reduce_encode_registers(w, a);
 }
 
 template <typename F>
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
                            const __grid_constant__ Decode a, bool wide) {
   GW_DYNAMIC_SHARED(unsigned char, shared);
   RegisterWorker<F> w(coder, a.count, wide, shared);
-  decode_registers(w, a, Fetch{w});
+  decode_registers(w, a);
 }
 
 // Launches the kernel in registers if it supports the coder, otherwise the other kernel.

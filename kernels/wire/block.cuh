@@ -1,8 +1,5 @@
 // Block formats (kernels/wire/block.h) on CUDA: a warp per block, or a thread block per block where blocks
 // are long. Encoded values move in tiles of whole blocks through shared memory, in 16-byte pieces.
-//
-// block.cu defines the ops, block_fused.cu the allreduce over peer access. The two files differ in how
-// encoded values reach shared memory: Fetch reads one tile at a time, WireQueue reads several tiles ahead.
 #pragma once
 
 #include "kernels/cuda/vector.cuh"
@@ -25,12 +22,6 @@ struct TileShape {
     return static_cast<size_t>(blocks + teams) * static_cast<size_t>(block) * 4 +
            static_cast<size_t>(teams) * static_cast<size_t>(block) * 2 +
            static_cast<size_t>(blocks) * static_cast<size_t>(bytes) + 32;
-  }
-  // Return, for WireQueue, the offset of the slots and the length of a slot. A slot begins up to 15 bytes
-  // before its tile.
-  __host__ __device__ size_t slots_offset() const { return (shared_bytes() + 15) / 16 * 16; }
-  __host__ __device__ size_t slot_bytes() const {
-    return (static_cast<size_t>(blocks) * static_cast<size_t>(bytes) + 30) / 16 * 16;
   }
 };
 
@@ -139,10 +130,10 @@ struct Worker : Tile<const TileShape&> {
   }
 };
 
-template <typename F, typename Args>
+template <typename F>
 struct AddOwn {
   const Worker<F>& w;
-  const Args& a;
+  const ReduceEncode& a;
   template <int W>
   __device__ __forceinline__ void at(int block, int i) const {
     float own[W];
@@ -161,10 +152,10 @@ struct AddOwn {
 };
 
 // Writes the residual and the result of a block whose encoding decodes to `sent`.
-template <typename F, typename Args>
+template <typename F>
 struct Finish {
   const Worker<F>& w;
-  const Args& a;
+  const ReduceEncode& a;
   const float* sent;  // null: nothing is encoded
   template <int W>
   __device__ __forceinline__ void at(int block, int i) const {
@@ -210,9 +201,9 @@ struct PutValues {
 };
 
 // Draws 16 random bits for each value of a block that begins at `element`.
-template <typename F, typename Args>
-__device__ __forceinline__ const uint16_t* draw_random(const Worker<F>& w, const Args& a, uint64_t step,
-                                                       int block) {
+template <typename F>
+__device__ __forceinline__ const uint16_t* draw_random(const Worker<F>& w, const ReduceEncode& a,
+                                                       uint64_t step, int block) {
   const auto first =
       static_cast<uint64_t>(a.rounding.first_element + (w.first_block + block) * w.shape.block);
   const int shift = static_cast<int>(first % 16);  // a word serves two of sixteen elements
@@ -228,16 +219,8 @@ __device__ __forceinline__ const uint16_t* draw_random(const Worker<F>& w, const
   return random;
 }
 
-// Fetches the bytes of a tile from one input at a time.
-template <typename Tile>
-struct Fetch {
-  const Tile& w;
-  __device__ __forceinline__ const uint8_t* operator()(const void* wire) const { return w.fetch(wire); }
-};
-
-template <typename F, typename Args, typename Wires>
-__device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Args& a, uint64_t step,
-                                                   Wires& wires) {
+template <typename F>
+__device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const ReduceEncode& a, uint64_t step) {
   const int n = w.shape.block, first = w.lanes.team, teams = w.shape.teams;
   for (int block = first; block < w.blocks; block += teams) {
     const int valid = w.values_of(block);
@@ -247,12 +230,12 @@ __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Arg
   }
   for (int term = 0; term <= a.num_inputs; ++term) {
     if (term == a.own_position) {
-      for (int block = first; block < w.blocks; block += teams) w.for_values(block, AddOwn<F, Args>{w, a});
+      for (int block = first; block < w.blocks; block += teams) w.for_values(block, AddOwn<F>{w, a});
       continue;
     }
     const int input = term < a.own_position ? term : term - 1;
     const float scale = a.input_scale(input);
-    const uint8_t* const bytes = wires(a.input(input));
+    const uint8_t* const bytes = w.fetch(a.inputs[input]);
     for (int block = first; block < w.blocks; block += teams) {
       const float* const x = w.decode(bytes, block);
       float* const sums = w.sums + block * n;
@@ -270,27 +253,27 @@ __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Arg
       w.lanes.sync();
       sent = w.decode(w.bytes, block);
     }
-    w.for_values(block, Finish<F, Args>{w, a, sent});
+    w.for_values(block, Finish<F>{w, a, sent});
   }
   if (a.wire != nullptr) w.put(a.wire);
 }
 
 // Encodes all tiles of this thread block.
-template <typename F, typename Args, typename Wires>
-__device__ __forceinline__ void reduce_encode_tiles(Worker<F>& w, const Args& a, Wires&& wires) {
+template <typename F>
+__device__ __forceinline__ void reduce_encode_tiles(Worker<F>& w, const ReduceEncode& a) {
   const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
   for (int64_t first = int64_t{blockIdx.x} * w.shape.blocks; first < all; first += stride) {
     w.begin_tile(first, all);
-    reduce_encode_tile(w, a, step_of(a.rounding), wires);
+    reduce_encode_tile(w, a, step_of(a.rounding));
   }
 }
 
-template <typename F, typename Wires>
-__device__ __forceinline__ void decode_tiles(Worker<F>& w, const Decode& a, Wires&& wires) {
+template <typename F>
+__device__ __forceinline__ void decode_tiles(Worker<F>& w, const Decode& a) {
   const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
   for (int64_t first = int64_t{blockIdx.x} * w.shape.blocks; first < all; first += stride) {
     w.begin_tile(first, all);
-    const uint8_t* const bytes = wires(a.wire);
+    const uint8_t* const bytes = w.fetch(a.wire);
     for (int block = w.lanes.team; block < w.blocks; block += w.shape.teams) {
       w.for_values(block, PutValues<F>{w, a, w.decode(bytes, block)});
     }

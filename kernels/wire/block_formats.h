@@ -35,19 +35,18 @@
 namespace gradwire {
 
 // Declares each format's ops. The format with its options precedes the arguments.
-#define GW_DECLARE(F, NAME)                                                             \
-  namespace reference {                                                                 \
-  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& args);      \
-  void NAME##_decode(const BlockCoder<F>& coder, const Decode& args);                   \
-  }                                                                                     \
-  namespace host {                                                                      \
-  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& args);      \
-  void NAME##_decode(const BlockCoder<F>& coder, const Decode& args);                   \
-  }                                                                                     \
-  namespace cuda {                                                                      \
-  void NAME##_reduce_encode(CudaStream, const BlockCoder<F>&, const ReduceEncode&);     \
-  void NAME##_decode(CudaStream, const BlockCoder<F>&, const Decode&);                  \
-  void NAME##_fused_allreduce(CudaStream, const BlockCoder<F>&, const FusedAllreduce&); \
+#define GW_DECLARE(F, NAME)                                                         \
+  namespace reference {                                                             \
+  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& args);  \
+  void NAME##_decode(const BlockCoder<F>& coder, const Decode& args);               \
+  }                                                                                 \
+  namespace host {                                                                  \
+  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& args);  \
+  void NAME##_decode(const BlockCoder<F>& coder, const Decode& args);               \
+  }                                                                                 \
+  namespace cuda {                                                                  \
+  void NAME##_reduce_encode(CudaStream, const BlockCoder<F>&, const ReduceEncode&); \
+  void NAME##_decode(CudaStream, const BlockCoder<F>&, const Decode&);              \
   }
 GW_BLOCK_FORMATS(GW_DECLARE)
 #undef GW_DECLARE

@@ -144,9 +144,9 @@ struct RegisterWorker : Tile<TileShape> {
 };
 
 // Adds own + residual to the sums of the tile.
-template <typename F, typename Args>
+template <typename F>
 __device__ __forceinline__ void add_own_held(
-    const RegisterWorker<F>& w, const Args& a,
+    const RegisterWorker<F>& w, const ReduceEncode& a,
     float (&sums)[RegisterWorker<F>::kBlocks][RegisterWorker<F>::kHeld]) {
   constexpr int kBlocks = RegisterWorker<F>::kBlocks, kHeld = RegisterWorker<F>::kHeld;
   float own[kBlocks][kHeld] = {}, kept[kBlocks][kHeld] = {};
@@ -167,8 +167,8 @@ __device__ __forceinline__ void add_own_held(
 }
 
 // Writes the residual and the result of a block whose encoding decodes to `sent`.
-template <typename F, typename Args>
-__device__ __forceinline__ void finish_held(const RegisterWorker<F>& w, const Args& a, int block,
+template <typename F>
+__device__ __forceinline__ void finish_held(const RegisterWorker<F>& w, const ReduceEncode& a, int block,
                                             const float* sums, float* sent) {
   constexpr int kHeld = RegisterWorker<F>::kHeld;
   constexpr bool kFar = F::kMasks || F::kRotation == Rotation::always;
@@ -200,8 +200,8 @@ __device__ __forceinline__ HeldRandom random_of(const RoundingBits& draws, uint6
 }
 
 // Encodes a block of the tile, and stores what it decodes to in `sent`.
-template <typename F, typename Args>
-__device__ __forceinline__ void encode_held(const RegisterWorker<F>& w, const Args& a,
+template <typename F>
+__device__ __forceinline__ void encode_held(const RegisterWorker<F>& w, const ReduceEncode& a,
                                             const RoundingBits& draws, int block, float* sums, float* sent) {
   constexpr int kHeld = RegisterWorker<F>::kHeld;
   uint8_t* const to = w.coded + block * w.shape.bytes;
@@ -224,8 +224,8 @@ __device__ __forceinline__ void encode_held(const RegisterWorker<F>& w, const Ar
 }
 
 // Encodes all tiles of this thread block.
-template <typename F, typename Args, typename Wires>
-__device__ __forceinline__ void reduce_encode_registers(RegisterWorker<F>& w, const Args& a, Wires&& wires) {
+template <typename F>
+__device__ __forceinline__ void reduce_encode_registers(RegisterWorker<F>& w, const ReduceEncode& a) {
   constexpr int kBlocks = RegisterWorker<F>::kBlocks, kHeld = RegisterWorker<F>::kHeld;
   const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
   const RoundingBits draws(a.rounding.seed, step_of(a.rounding),
@@ -243,7 +243,7 @@ __device__ __forceinline__ void reduce_encode_registers(RegisterWorker<F>& w, co
       }
       const int input = term < a.own_position ? term : term - 1;
       const float scale = a.input_scale(input);
-      w.each_decoded(wires(a.input(input)), [&](int b, int, const float* x) {
+      w.each_decoded(w.fetch(a.inputs[input]), [&](int b, int, const float* x) {
 #pragma unroll
         for (int k = 0; k < kHeld; ++k) sums[b][k] = fmaf(scale, x[k], sums[b][k]);
       });
@@ -275,12 +275,12 @@ __device__ __forceinline__ void forget_held(const RegisterWorker<F>& w, float* r
   });
 }
 
-template <typename F, typename Wires>
-__device__ __forceinline__ void decode_registers(RegisterWorker<F>& w, const Decode& a, Wires&& wires) {
+template <typename F>
+__device__ __forceinline__ void decode_registers(RegisterWorker<F>& w, const Decode& a) {
   const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
   for (int64_t tile = int64_t{blockIdx.x} * w.shape.blocks; tile < all; tile += stride) {
     w.begin(tile, all);
-    w.each_decoded(wires(a.wire), [&](int, int block, float* x) {
+    w.each_decoded(w.fetch(a.wire), [&](int, int block, float* x) {
       constexpr int kHeld = RegisterWorker<F>::kHeld;
       float none = 0.0f;
 #pragma unroll

@@ -61,13 +61,11 @@ struct ReduceEncode {
   float out_scale = 1.0f;
   int64_t count = 0;
   WireRounding rounding = {};  // ignored by formats without stochastic rounding
-  GW_HD const void* input(int k) const { return inputs[k]; }
   GW_HD float input_scale(int k) const { return input_scales.of[k]; }
 };
 
-// Returns the scale from S to residual units. `Args` is a ReduceEncode or has its members.
-template <typename Args>
-GW_HD float residual_unit(const Args& a) {
+// Returns the scale from S to residual units.
+GW_HD float residual_unit(const ReduceEncode& a) {
   return inverse_part_scale(a.own_scale * a.residual_scale);
 }
 
@@ -80,8 +78,6 @@ struct Decode {
   int64_t count = 0;
   float* residual = nullptr;  // (count); written only where out is not finite; may be null
 };
-
-struct FusedAllreduce;  // fused.h
 
 // A format with its options; the only interface for code outside this folder. The table (formats.h) has one
 // format per name, with default options.
@@ -122,9 +118,6 @@ class WireFormat {
   virtual int64_t bytes(int64_t count) const = 0;
   virtual void reduce_encode(const Stream&, const ReduceEncode&) const = 0;
   virtual void decode(const Stream&, const Decode&) const = 0;
-  // Runs an allreduce over peer access: one kernel on CUDA, the encode and decode ops in sequence on the
-  // host.
-  virtual void fused_allreduce(const Stream&, const FusedAllreduce&) const;
   // Run the scalar references of encode and decode, on the host, for tests.
   virtual void reference_reduce_encode(const ReduceEncode&) const = 0;
   virtual void reference_decode(const Decode&) const = 0;

@@ -10,7 +10,6 @@
 #include "kernels/wire/bf16.h"
 #include "kernels/wire/block_formats.h"
 #include "kernels/wire/fp8.h"
-#include "kernels/wire/fused.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {
@@ -21,36 +20,24 @@ namespace {
 // Where CUDA kernels run on the CPU there are no CUDA streams: the table leads to the kernels only.
 #define GW_ENQUEUE(op, stream, args) (void)stream, cuda::op(nullptr, args)
 #define GW_ENQUEUE_CODED(op, stream, coder, args) (void)stream, cuda::op(nullptr, coder, args)
-#define GW_ENQUEUE_FUSED(op, stream, call, ...) (void)stream, cuda::op(nullptr, __VA_ARGS__)
 #else
 #define GW_ENQUEUE(op, stream, args) gradwire::op(stream, args)
 #define GW_ENQUEUE_CODED(op, stream, coder, args) \
   detail::dispatch(stream, #op, host::op, GW_CUDA_SIDE(op), coder, args)
-#ifdef GRADWIRE_HAS_CUDA
-#define GW_ENQUEUE_FUSED(op, stream, call, ...)                                    \
-  if (stream.device().is_host()) return WireFormat::fused_allreduce(stream, call); \
-  detail::make_current(stream.device());                                           \
-  cuda::op(stream.native(), __VA_ARGS__)
-#else
-#define GW_ENQUEUE_FUSED(op, stream, call, ...) WireFormat::fused_allreduce(stream, call)
-#endif
 #endif
 
-#define GW_OPS(NAME)                                                                      \
-  void reduce_encode(const Stream& stream, const ReduceEncode& args) const override {     \
-    GW_ENQUEUE(NAME##_reduce_encode, stream, args);                                       \
-  }                                                                                       \
-  void decode(const Stream& stream, const Decode& args) const override {                  \
-    GW_ENQUEUE(NAME##_decode, stream, args);                                              \
-  }                                                                                       \
-  void fused_allreduce(const Stream& stream, const FusedAllreduce& call) const override { \
-    GW_ENQUEUE_FUSED(NAME##_fused_allreduce, stream, call, call);                         \
-  }                                                                                       \
-  void reference_reduce_encode(const ReduceEncode& args) const override {                 \
-    reference::NAME##_reduce_encode(args);                                                \
-  }                                                                                       \
-  void reference_decode(const Decode& args) const override {                              \
-    reference::NAME##_decode(args);                                                       \
+#define GW_OPS(NAME)                                                                  \
+  void reduce_encode(const Stream& stream, const ReduceEncode& args) const override { \
+    GW_ENQUEUE(NAME##_reduce_encode, stream, args);                                   \
+  }                                                                                   \
+  void decode(const Stream& stream, const Decode& args) const override {              \
+    GW_ENQUEUE(NAME##_decode, stream, args);                                          \
+  }                                                                                   \
+  void reference_reduce_encode(const ReduceEncode& args) const override {             \
+    reference::NAME##_reduce_encode(args);                                            \
+  }                                                                                   \
+  void reference_decode(const Decode& args) const override {                          \
+    reference::NAME##_decode(args);                                                   \
   }
 
 class Fp32Format final : public WireFormat {
@@ -65,9 +52,6 @@ class Fp32Format final : public WireFormat {
   int64_t bytes(int64_t count) const override { return count * 4; }
   void reduce_encode(const Stream&, const ReduceEncode&) const override { no_ops(); }
   void decode(const Stream&, const Decode&) const override { no_ops(); }
-  void fused_allreduce(const Stream& stream, const FusedAllreduce& call) const override {
-    GW_ENQUEUE_FUSED(fp32_fused_allreduce, stream, call, call);
-  }
   void reference_reduce_encode(const ReduceEncode&) const override { no_ops(); }
   void reference_decode(const Decode&) const override { no_ops(); }
 
@@ -167,9 +151,6 @@ class BlockFormat : public WireFormat {
     }                                                                                                    \
     void decode(const Stream& stream, const Decode& args) const override {                               \
       GW_ENQUEUE_CODED(NAME##_decode, stream, coder_, args);                                             \
-    }                                                                                                    \
-    void fused_allreduce(const Stream& stream, const FusedAllreduce& call) const override {              \
-      GW_ENQUEUE_FUSED(NAME##_fused_allreduce, stream, call, coder_, call);                              \
     }                                                                                                    \
     void reference_reduce_encode(const ReduceEncode& args) const override {                              \
       reference::NAME##_reduce_encode(coder_, args);                                                     \

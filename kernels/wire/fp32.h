@@ -22,7 +22,6 @@ struct Reduce {
   float own_scale = 1.0f;
   float scale = 1.0f;
   int64_t count = 0;
-  GW_HD const void* input(int k) const { return inputs[k]; }
   GW_HD float input_scale(int k) const { return input_scales.of[k]; }
 };
 GW_OP(fp32_reduce, Reduce)

@@ -8,7 +8,6 @@
 
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/random.h"
-#include "kernels/wire/fused.cuh"
 #include "kernels/wire/reduce_encode.cuh"
 
 namespace gradwire::cuda {
@@ -62,62 +61,24 @@ __device__ __forceinline__ void decode_word(uint8_t scale_byte, uint32_t word, f
   for (int k = 0; k < kPerLane; ++k) x[k] = scale * e4m3_to_float((word >> (8 * k)) & 0xffu);
 }
 
-// Reads a lane's values of a block from global memory. Encoded arrays are 16-byte aligned and padded to 16
-// codes, so a lane with any value may read its four codes as one word.
+// Decodes a lane's values of a block. Encoded arrays are 16-byte aligned and padded to 16 codes, so a lane
+// with any value may read its four codes as one word.
+__device__ __forceinline__ void load_wire(const void* input, int64_t count, int64_t block, const Lane& lane,
+                                          float (&x)[kPerLane]) {
+  const auto* wire = static_cast<const uint8_t*>(input);
+  const uint8_t scale = wire[fp8_scales_offset(count) + block];
+  decode_word(scale, lane.valid > 0 ? *reinterpret_cast<const uint32_t*>(wire + lane.begin) : 0u, x);
+}
+
+// Sums a lane's values as in format.h.
 template <bool kWhole>
-struct Direct {
-  const Lane& lane;
-  int64_t count, block;
-  __device__ __forceinline__ void floats(const float* from, float (&x)[kPerLane]) {
-    load_floats<kWhole>(from, lane, x);
-  }
-  __device__ __forceinline__ void wire(const void* input, float (&x)[kPerLane]) {
-    const auto* wire = static_cast<const uint8_t*>(input);
-    const uint8_t scale = wire[fp8_scales_offset(count) + block];
-    decode_word(scale, lane.valid > 0 ? *reinterpret_cast<const uint32_t*>(wire + lane.begin) : 0u, x);
-  }
-};
-
-// Copies a lane's values of a block to shared memory (read_ahead.cuh): a vector is a lane's part of a block.
-// A scale byte is copied with the aligned word that contains it.
-struct Reads {
-  static constexpr int kSlots = kFp8ReadsAhead + 1, kPieces = 1;
-  static constexpr bool kResidual = true;
-  __device__ __forceinline__ static int64_t lane_begin(int64_t block) {
-    return block * kFp8Block + static_cast<int64_t>(threadIdx.x % 32) * kPerLane;
-  }
-  __device__ __forceinline__ static void begin_floats(const Pieces& to, const float* from, int64_t block) {
-    begin_copy<16>(to.at(0), from + lane_begin(block));
-  }
-  __device__ __forceinline__ static void begin_wire(const Pieces& to, const void* from, int64_t count,
-                                                    int64_t block) {
-    const auto* wire = static_cast<const uint8_t*>(from);
-    begin_copy<4>(to.at(0), wire + lane_begin(block));
-    begin_copy<4>(to.at(0) + 4, wire + fp8_scales_offset(count) + block / 4 * 4);
-  }
-};
-// Reads the values from the queue's copies in shared memory.
-template <typename Queue>
-struct Queued {
-  Queue& queue;
-  int64_t block;
-  __device__ __forceinline__ void floats(const float*, float (&x)[kPerLane]) {
-    load<kPerLane>(reinterpret_cast<const float*>(queue.next().at(0)), x);
-  }
-  __device__ __forceinline__ void wire(const void*, float (&x)[kPerLane]) {
-    const uint2 words = *reinterpret_cast<const uint2*>(queue.next().at(0));
-    decode_word(static_cast<uint8_t>(words.y >> (8 * static_cast<int>(block % 4))), words.x, x);
-  }
-};
-
-// Sums a lane's values as in format.h. Reads `own`, `residual` and `inputs` in the order of PartReads.
-template <typename Args, typename From>
-__device__ __forceinline__ void sum_block(const Args& a, From& from, float (&s)[kPerLane]) {
+__device__ __forceinline__ void sum_block(const ReduceEncode& a, int64_t block, const Lane& lane,
+                                          float (&s)[kPerLane]) {
   float own[kPerLane];
-  from.floats(a.own, own);
+  load_floats<kWhole>(a.own, lane, own);
   if (a.residual != nullptr) {
     float kept[kPerLane];
-    from.floats(a.residual, kept);
+    load_floats<kWhole>(a.residual, lane, kept);
     add<kPerLane>(a.residual_scale, kept, own);
   }
 #pragma unroll
@@ -125,18 +86,18 @@ __device__ __forceinline__ void sum_block(const Args& a, From& from, float (&s)[
 #pragma unroll 1
   for (int input = 0; input < a.num_inputs; ++input) {
     float x[kPerLane];
-    from.wire(a.input(input), x);
+    load_wire(a.inputs[input], a.count, block, lane, x);
     if (input == a.own_position) add<kPerLane>(a.own_scale, own, s);
     add<kPerLane>(a.input_scale(input), x, s);
   }
   if (a.own_position == a.num_inputs) add<kPerLane>(a.own_scale, own, s);
 }
 
-template <Coding kCoding, bool kWhole, typename Args, typename From>
-__device__ __forceinline__ void reduce_encode_block(const Args& a, int64_t block, const Lane& lane,
-                                                    uint64_t step, From from) {
+template <Coding kCoding, bool kWhole>
+__device__ __forceinline__ void reduce_encode_block(const ReduceEncode& a, int64_t block, uint64_t step) {
+  const Lane lane = lane_of(block, a.count);
   float s[kPerLane], sent[kPerLane], left[kPerLane];
-  sum_block(a, from, s);
+  sum_block<kWhole>(a, block, lane, s);
   if constexpr (kCoding == Coding::none) {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) sent[k] = s[k], left[k] = 0.0f;
@@ -198,42 +159,27 @@ __device__ __forceinline__ void for_each_block(int64_t count, bool wide, const B
   for (; block < whole; block += stride) body.template at<true>(block);
   for (; block < all; block += stride) body.template at<false>(block);
 }
-// Calls the body like for_each_block(), with whole blocks read through a queue.
-template <typename Body, typename PartOrWire>
-__device__ __forceinline__ void for_each_block_ahead(int64_t count, bool wide, const Body& body,
-                                                     const PartOrWire& reads, unsigned char* shared) {
-  const int64_t all = (count + kFp8Block - 1) / kFp8Block, whole = wide ? count / kFp8Block : 0;
-  const int64_t stride = int64_t{gridDim.x} * kWarps;
-  int64_t block = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  ReadAhead<PartOrWire> queue(reads, shared, block, stride, whole);
-  for (; block < whole; block += stride) body.at(block, queue);
-  for (; block < all; block += stride) body.template at<false>(block);
-}
 
-template <Coding kCoding, typename Args>
+template <Coding kCoding>
 struct ReduceEncodeBody {
-  const Args& a;
+  const ReduceEncode& a;
   uint64_t step;
   template <bool kWhole>
   __device__ __forceinline__ void at(int64_t block) const {
-    const Lane lane = lane_of(block, a.count);
-    reduce_encode_block<kCoding, kWhole>(a, block, lane, step, Direct<kWhole>{lane, a.count, block});
-  }
-  template <typename Queue>
-  __device__ __forceinline__ void at(int64_t block, Queue& queue) const {
-    reduce_encode_block<kCoding, true>(a, block, lane_of(block, a.count), step, Queued<Queue>{queue, block});
+    reduce_encode_block<kCoding, kWhole>(a, block, step);
   }
 };
 
 template <Coding kCoding, bool kAligned>
 __global__ void __launch_bounds__(kThreads) fp8_reduce_encode_kernel(const __grid_constant__ ReduceEncode a) {
-  for_each_block(a.count, kAligned, ReduceEncodeBody<kCoding, ReduceEncode>{a, step_of(a.rounding)});
+  for_each_block(a.count, kAligned, ReduceEncodeBody<kCoding>{a, step_of(a.rounding)});
 }
 
-template <bool kWhole, typename From>
-__device__ __forceinline__ void decode_block(const Decode& a, const Lane& lane, From from) {
+template <bool kWhole>
+__device__ __forceinline__ void decode_block(const Decode& a, int64_t block) {
+  const Lane lane = lane_of(block, a.count);
   float x[kPerLane];
-  from.wire(a.wire, x);
+  load_wire(a.wire, a.count, block, lane, x);
   if constexpr (!kWhole) {  // the wire's padding is undefined
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) x[k] = k < lane.valid ? x[k] : 0.0f;
@@ -248,12 +194,7 @@ struct DecodeBody {
   const Decode& a;
   template <bool kWhole>
   __device__ __forceinline__ void at(int64_t block) const {
-    const Lane lane = lane_of(block, a.count);
-    decode_block<kWhole>(a, lane, Direct<kWhole>{lane, a.count, block});
-  }
-  template <typename Queue>
-  __device__ __forceinline__ void at(int64_t block, Queue& queue) const {
-    decode_block<true>(a, lane_of(block, a.count), Queued<Queue>{queue, block});
+    decode_block<kWhole>(a, block);
   }
 };
 
@@ -261,22 +202,6 @@ template <bool kAligned>
 __global__ void __launch_bounds__(kThreads) fp8_decode_kernel(const __grid_constant__ Decode a) {
   for_each_block(a.count, kAligned, DecodeBody{a});
 }
-
-template <Coding kCoding>
-struct Fp8Tiles : TilesAhead<Reads> {
-  static constexpr bool kExact = false;
-  uint64_t step;
-  __device__ __forceinline__ Fp8Tiles(const Form& form, const FusedAllreduce& call)
-      : TilesAhead(form), step(step_of(call.rounding)) {}
-  __device__ __forceinline__ static int64_t tile() { return kWarps * kFp8Block; }
-  __device__ __forceinline__ void reduce_encode(const FusedPart& a) const {
-    for_each_block_ahead(a.count, wide, ReduceEncodeBody<kCoding, FusedPart>{a, step}, PartReads<Reads>(a),
-                         shared_bytes);
-  }
-  __device__ __forceinline__ void decode(const Decode& a) const {
-    for_each_block_ahead(a.count, wide, DecodeBody{a}, WireReads<Reads>(a), shared_bytes);
-  }
-};
 
 template <bool kAligned>
 auto* kernel_for(Coding coding) {
@@ -303,15 +228,6 @@ void fp8_reduce_encode(CudaStream stream, const ReduceEncode& a) {
 void fp8_decode(CudaStream stream, const Decode& a) {
   auto* kernel = aligned(a.out) ? fp8_decode_kernel<true> : fp8_decode_kernel<false>;
   launch("fp8_decode", kernel, config_for(kernel, a.count, stream), a);
-}
-
-void fp8_fused_allreduce(CudaStream stream, const FusedAllreduce& a) {
-  const bool wide = aligned(a.in, a.out, a.residual);
-  if (a.rounding.mode == Rounding::nearest) {
-    launch_fused<Fp8Tiles<Coding::nearest>>("fp8_fused_allreduce", stream, a, {wide}, kWarps * kFp8Block);
-  } else {
-    launch_fused<Fp8Tiles<Coding::stochastic>>("fp8_fused_allreduce", stream, a, {wide}, kWarps * kFp8Block);
-  }
 }
 
 }  // namespace gradwire::cuda

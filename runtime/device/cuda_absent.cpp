@@ -21,9 +21,6 @@ int device_count() {
 std::string unavailable_reason() {
   return "this build has no CUDA side (no nvcc when it was configured)";
 }
-bool is_device_memory(const void*) {
-  return false;
-}
 void drop_capture(int, CudaStream) noexcept {}
 void restore_device(int) noexcept {}
 
@@ -51,8 +48,6 @@ GW_ABSENT([[gnu::weak]] void, increment, CudaStream, uint64_t*)
 GW_ABSENT(void, set_device, int)
 GW_ABSENT(int, current_device, void)
 GW_ABSENT([[gnu::weak]] int, multiprocessors, void)
-GW_ABSENT(bool, loads_kernels_lazily, void)
-GW_ABSENT(bool, reaches_peers_over_nvlink, int)
 GW_ABSENT(DeviceMemory, device_memory, int)
 GW_ABSENT(void, switch_profiler, int, bool)
 

@@ -44,27 +44,9 @@ bool enable_access(Device from, Device to) {
   return from.is_cuda() && to.is_cuda() && cuda::enable_peer_access(from.index, to.index);
 }
 
-bool reaches_peers_over_nvlink(Device device) {
-  return device.is_cuda() && cuda::reaches_peers_over_nvlink(device.index);
-}
-
 DeviceMemory device_memory(Device device) {
   if (device.is_host()) throw Error("device_memory: the device is the host");
   return cuda::device_memory(device.index);
-}
-
-bool is_cuda_memory(const void* address) {
-  return cuda::is_device_memory(address);
-}
-
-int multiprocessors(Device device) {
-  if (device.is_host()) return 0;
-  cuda::set_device(device.index);
-  return cuda::multiprocessors();
-}
-
-bool loads_kernels_lazily() {
-  return cuda::device_count() > 0 && cuda::loads_kernels_lazily();
 }
 
 Stream Stream::create(Device device, std::string_view name, Priority priority) {

@@ -162,16 +162,6 @@ size_t most_shared_bytes() {
   return static_cast<size_t>(attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }
 
-// Queries the driver, because the driver reads the environment only when it starts.
-bool loads_kernels_lazily() {
-  const auto loading_mode =
-      driver_function<CUresult (*)(CUmoduleLoadingMode*)>("cuModuleGetLoadingMode", 11070);
-  if (loading_mode == nullptr) return true;  // the driver lacks the query: assume the default
-  CUmoduleLoadingMode mode{};
-  const CUresult result = loading_mode(&mode);
-  return result != CUDA_SUCCESS || mode != CU_MODULE_EAGER_LOADING;
-}
-
 void allow_dynamic_shared(const char* name, const void* kernel, size_t bytes) {
   static std::mutex mutex;
   static std::map<std::pair<int, const void*>, size_t> allowed;
@@ -253,29 +243,6 @@ std::shared_ptr<void> allocate(int device_index, size_t bytes) {
 void switch_profiler(int device_index, bool on) {
   set_device(device_index);
   GW_CUDA_CHECK(on ? cudaProfilerStart() : cudaProfilerStop());
-}
-
-bool is_device_memory(const void* address) {
-  cudaPointerAttributes attributes{};
-  GW_CUDA_CHECK(cudaPointerGetAttributes(&attributes, address));
-  return attributes.type == cudaMemoryTypeDevice;
-}
-
-// Returns whether the device can use atomics on the memory of all peers that it can access. Atomics work over
-// NVLink but not over PCIe.
-bool reaches_peers_over_nvlink(int device_index) {
-  for (int other = 0; other < device_count(); ++other) {
-    int can = 0, atomics = 1;
-    if (other == device_index || cudaDeviceCanAccessPeer(&can, device_index, other) != cudaSuccess ||
-        can == 0)
-      continue;
-    if (cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device_index, other) ==
-            cudaSuccess &&
-        atomics == 0)
-      return false;
-  }
-  cudaGetLastError();
-  return true;
 }
 
 std::shared_ptr<void> allocate_pinned(size_t bytes) {

@@ -73,12 +73,9 @@ void set_device(int device_index);
 void restore_device(int device_index) noexcept;
 int current_device();
 int multiprocessors();  // returns the number of multiprocessors of the current device
-bool loads_kernels_lazily();
 int device_count();
-bool reaches_peers_over_nvlink(int device_index);
 DeviceMemory device_memory(int device_index);
 void switch_profiler(int device_index, bool on);
-bool is_device_memory(const void* address);
 std::string unavailable_reason();
 }  // namespace cuda
 

@@ -52,8 +52,6 @@ constexpr EnvironmentVariable kOwn[] = {
     {"GRADWIRE_TUNING", "cuBLASLt's choices",
      "File with algorithms of products on CUDA: missing algorithms are timed at first use, and added "
      "(docs/gpu.md). Runs with different files differ in their last bits"},
-    {"CUDA_LAUNCH_BLOCKING", "0",
-     "1, CUDA's own, for debugging: ranks that are threads do not use transport=peer"},
     {"GRADWIRE_NCCL_LIBRARY", "libnccl.so.2",
      "The NCCL library to load, where the default name is not found"},
     {"GRADWIRE_PYTHON", "/usr/bin/python3, or else the first python3 on PATH",

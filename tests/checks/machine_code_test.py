@@ -100,21 +100,6 @@ class MachineCodeTest(unittest.TestCase):
         self.assertEqual([i.predicate for i in code], ["!P0", "UP1", None])
         self.assertEqual(code[0].bytes, 2)
 
-    def test_a_non_coherent_load_is_refused_where_peers_write_and_nowhere_else(self):
-        def violations(kernel: str, load: str) -> list[str]:
-            measured = machine_code.measure(function(f"{load} R8, desc[UR4][R2.64]", "EXIT"))
-            return check_machine_code.violations_on_any({
-                "full": f"void gradwire::cuda::(anonymous namespace)::{kernel}<4>(int)",
-                "architecture": "sm_80", "STACK": 0, "LOCAL": 0, **dataclasses.asdict(measured)
-            })
-        for load in ("LDG.E.128.CONSTANT", "@P0 LDG.E.CONSTANT", "LDG.E.U16.CONSTANT"):
-            wrong = violations("fused_allreduce_kernel", load)
-            self.assertEqual(len(wrong), 1)
-            self.assertIn("non-coherent", wrong[0])
-            self.assertEqual(violations("block_decode_kernel", load), [])
-        for load in ("LDG.E.128", "LDG.E.128.STRONG.SYS"):
-            self.assertEqual(violations("fused_allreduce_kernel", load), [])
-
     def test_the_table_keeps_what_was_measured_for_one_op(self):
         page = "| a_kernel(Merge) | 2 | 40 | 48 | 24 (16) | 2.7 | 92 | 97 % | divisions |\n" \
                "| `a_kernel` | `a.cu` | yes | yes | yes | yes | 60 to 97 % |"

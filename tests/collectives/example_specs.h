@@ -56,16 +56,8 @@ inline std::vector<std::string> example_specs() {
 // have the same exchanges, so each of these specs gets only one schedule, in rotation.
 inline std::vector<std::string> example_specs_with_schedules() {
   const std::vector<std::string> schedules = testing::schedule_names();
-  std::vector<std::string> all = {
-      "fp32:transport=peer",
-      "fp8:round=stochastic,transport=peer",
-      "int4:schedule=two_shot,transport=peer",
-      "powersgd:rank=2,transport=peer",
-      "fp32:schedule=hierarchical,transport=peer",
-      "int8:schedule=hierarchical,transport=peer",
-      "powersgd:rank=2,wire=bf16,schedule=hierarchical,transport=peer,intra_node=fp32",
-      "bf16:schedule=hierarchical,intra_node=fp32",
-      "powersgd:rank=2,wire=bf16,schedule=hierarchical,intra_node=fp32"};
+  std::vector<std::string> all = {"bf16:schedule=hierarchical,intra_node=fp32",
+                                  "powersgd:rank=2,wire=bf16,schedule=hierarchical,intra_node=fp32"};
   size_t turn = 0;
   for (std::string spec : example_specs()) {
     const auto has = [&](const char* option) { return spec.find(option) != std::string::npos; };

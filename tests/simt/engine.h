@@ -1,7 +1,6 @@
 // State shared by the parts of the shim's engine: the running launch and the running block. The engine itself
 // is compiled without sanitizers, for speed. The kernels are compiled with sanitizers.
 //   launch.cpp         limits, schedules, saved memory, log, watchdog
-//   together.cpp       concurrent grids of several ranks
 //   scheduler.cpp      fibers, and the choice of the next fiber
 //   collectives.cpp    barriers, shuffles, votes
 //   shared_memory.cpp  poison at block start
@@ -9,8 +8,6 @@
 
 #include <bit>
 #include <cstdint>
-#include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -32,13 +29,6 @@ struct Random {
   }
 };
 
-struct AsyncCopy {
-  void* to;
-  const void* from;
-  int bytes;
-  int group;
-};
-
 struct Thread {
   enum class State : uint8_t { idle, ready, in_warp_op, in_block_op, exited };
   State state = State::idle;  // idle: the thread has not started
@@ -48,8 +38,6 @@ struct Thread {
   uint64_t value = 0, result = 0;
   Where where{};
   uint3 index{};
-  std::vector<AsyncCopy> copies;  // copies that have not arrived
-  int groups = 0;                 // number of closed groups of asynchronous copies
 };
 
 // Sets of a warp's lanes. Bit i is lane i.
@@ -57,23 +45,13 @@ struct Warp {
   unsigned existing = 0, ready = 0, in_warp_op = 0;
 };
 
-// A shared variable of a block that has yielded, and the variable's bytes until the block resumes.
-struct KeptVariable {
-  void* variable;  // points to a Variable of shared_memory.cpp
-  std::vector<unsigned char> bytes;
-};
-
 struct Block {
   const Grid* grid = nullptr;
   void (*thread_main)(const void*) = nullptr;
   const void* arguments = nullptr;
   uint3 index{};
-  // Index of the first fiber of the block's threads. Blocks that are alive at the same time have separate
-  // fibers.
-  size_t first_fiber = 0;
   void* dynamic_memory = nullptr;  // the block's dynamic shared memory
   int64_t serial = 0;              // number of this block among all started blocks
-  std::vector<KeptVariable> shared;
   int repetition = 0;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
@@ -84,15 +62,13 @@ struct Block {
   Random random{0};
   // true: draw any thread, staying with the last warp for a while; false: favour warps in a fixed order.
   bool uniform = true;
-  int first_warp = 0;          // first warp of the fixed order
-  bool downward = false;       // whether the fixed order is descending
-  int last_warp = 0;           // warp of the last drawn thread
-  bool draw_any = false;       // whether the next draw is uniform in either mode
-  int current = -1;            // index of the running thread; -1: the scheduler
-  bool abandoned = false;      // whether resumed threads exit
-  bool beside_others = false;  // whether blocks of other grids run concurrently
-  bool gives_way = false;      // whether the scheduler lets another block run
-  std::string failure;         // text of the first failure
+  int first_warp = 0;      // first warp of the fixed order
+  bool downward = false;   // whether the fixed order is descending
+  int last_warp = 0;       // warp of the last drawn thread
+  bool draw_any = false;   // whether the next draw is uniform in either mode
+  int current = -1;        // index of the running thread; -1: the scheduler
+  bool abandoned = false;  // whether resumed threads exit
+  std::string failure;     // text of the first failure
 };
 extern Block block;
 
@@ -106,27 +82,13 @@ void copy_unchecked(void* to, const void* from, size_t bytes);        // writes 
 size_t first_difference(const void* a, const void* b, size_t bytes);  // index; `bytes` if a and b are equal
 
 // Prepares `block` to begin: sets its number and thread order, and poisons shared memory. The caller has set
-// the block's grid, index, thread_main, arguments, first_fiber and dynamic_memory.
+// the block's grid, index, thread_main, arguments and dynamic_memory.
 void begin_block(Random& random, uint64_t way);
-// Runs the block until the block ends or yields. Returns false if the block failed: block.failure is set and
+// Runs the block. Returns false if the block failed: block.failure is set and
 // the block's threads have exited.
 bool run_block();
 // Makes the threads that are inside the kernel exit.
 void abandon_block();
-// Switch between two blocks that are alive. Shared variables are statics, so the values of one block are
-// saved while other blocks run.
-void put_shared_away();
-void bring_shared_back();
-// A launch by one of several ranks whose launches run concurrently.
-struct QueuedLaunch {
-  Grid grid;
-  void (*thread)(const void*);
-  std::shared_ptr<const void> arguments;
-  std::vector<std::span<const std::byte>> parameters;
-};
-void run_together(const std::vector<std::vector<QueuedLaunch>>& ranks, int repetition);
-// Returns the random numbers for a launch's schedule.
-Random random_for(const Grid& grid, int repetition);
 // Marks functions that are part of each switch. The engine is compiled as one file, so all callers see the
 // definitions.
 #define GW_SWITCHES [[gnu::always_inline]] inline

@@ -226,6 +226,12 @@ uint64_t hash(const std::string& text) {
   return h;
 }
 
+// Returns the random numbers for a launch's schedule.
+Random random_for(const Grid& grid, int repetition) {
+  const uint64_t blocks = uint64_t{grid.grid.x} * grid.grid.y * grid.grid.z;
+  return {options().seed ^ hash(grid.kernel) ^ blocks << 40 ^ static_cast<uint64_t>(repetition) << 56};
+}
+
 void* dynamic_memory = nullptr;
 
 // Returns the size in bytes permitted by allow_dynamic_shared(). Thread-safe.
@@ -299,20 +305,6 @@ class Session {
   std::lock_guard<std::mutex> lock_;
 };
 
-// Runs every schedule on the same initial memory. Expects the same memory afterwards.
-template <typename Once>
-void run_schedules(const std::string& what, std::span<const std::span<const std::byte>> parameters,
-                   const Once& once) {
-  Memory memory(parameters);
-  for (int repetition = 0; repetition < options().schedules; ++repetition) {
-    if (repetition > 0) memory.restore();
-    once(repetition);
-    if (options().schedules > 1) memory.compare(fmt::format("{}, seed {}", what, options().seed));
-  }
-}
-
-thread_local Together* together = nullptr;
-
 }  // namespace
 
 Options& options() {
@@ -320,22 +312,13 @@ Options& options() {
   return chosen;
 }
 
-Random random_for(const Grid& grid, int repetition) {
-  const uint64_t blocks = uint64_t{grid.grid.x} * grid.grid.y * grid.grid.z;
-  return {options().seed ^ hash(grid.kernel) ^ blocks << 40 ^ static_cast<uint64_t>(repetition) << 56};
-}
-
 void* dynamic_shared() {
   return block.dynamic_memory;
 }
 
-void run(const Grid& grid, void (*thread)(const void*), std::shared_ptr<const void> arguments,
+void run(const Grid& grid, void (*thread)(const void*), const void* arguments,
          std::span<const std::span<const std::byte>> parameters) {
   check_limits(grid);
-  if (together != nullptr) {
-    together->keep(grid, thread, std::move(arguments), parameters);
-    return;
-  }
   Session session;
   struct Dynamic {
     // Allocates exactly the requested size, so that AddressSanitizer detects accesses past the end.
@@ -347,45 +330,13 @@ void run(const Grid& grid, void (*thread)(const void*), std::shared_ptr<const vo
       dynamic_memory = nullptr;
     }
   } dynamic(grid.shared_bytes);
-  run_schedules(describe(grid), parameters,
-                [&](int repetition) { run_schedule(grid, repetition, thread, arguments.get()); });
+  Memory memory(parameters);
+  for (int repetition = 0; repetition < options().schedules; ++repetition) {
+    if (repetition > 0) memory.restore();
+    run_schedule(grid, repetition, thread, arguments);
+    if (options().schedules > 1) memory.compare(fmt::format("{}, seed {}", describe(grid), options().seed));
+  }
   note(grid);
-}
-
-struct Together::Queues {
-  std::vector<std::vector<QueuedLaunch>> of;  // [rank]
-};
-
-Together::Together(int ranks) : queues_(std::make_unique<Queues>()) {
-  queues_->of.resize(static_cast<size_t>(ranks));
-  together = this;
-}
-Together::~Together() {
-  together = nullptr;
-}
-void Together::keep(const Grid& grid, void (*thread)(const void*), std::shared_ptr<const void> arguments,
-                    std::span<const std::span<const std::byte>> parameters) {
-  queues_->of.at(static_cast<size_t>(rank_))
-      .push_back({grid, thread, std::move(arguments), {parameters.begin(), parameters.end()}});
-}
-void Together::run() {
-  std::vector<std::span<const std::byte>> parameters;
-  std::string what = fmt::format("{} ranks side by side", queues_->of.size());
-  for (const auto& launches : queues_->of) {
-    if (&launches == &queues_->of.front() && !launches.empty())
-      what += ", " + describe(launches.front().grid);
-    for (const QueuedLaunch& launch : launches) {
-      parameters.insert(parameters.end(), launch.parameters.begin(), launch.parameters.end());
-    }
-  }
-  {
-    Session session;
-    run_schedules(what, parameters, [&](int repetition) { run_together(queues_->of, repetition); });
-    for (const auto& launches : queues_->of) {
-      for (const QueuedLaunch& launch : launches) note(launch.grid);
-    }
-  }
-  for (auto& launches : queues_->of) launches.clear();
 }
 
 int64_t launches(const std::string& kernel) {
@@ -400,9 +351,7 @@ int64_t launches(const std::string& kernel) {
 
 namespace gradwire::cuda {
 int multiprocessors() {
-  // number of schedules, so that blocks of different ranks interleave in many ways
-  constexpr int kForSeveralRanks = 4;
-  return simt::together != nullptr ? kForSeveralRanks : simt::options().multiprocessors;
+  return simt::options().multiprocessors;
 }
 
 size_t most_shared_bytes() {

@@ -13,14 +13,11 @@
 // shared value.
 //
 // Blocks of a grid may depend on each other only through atomics that never wait. A grid barrier or a
-// spinning look-back scan fails here as a livelock. Only the grids of several ranks, launched through
-// Together, may wait for each other. Their blocks are all alive at once, alternate in random order, and
-// exchange signals (store_signal, load_signal).
+// spinning look-back scan fails here as a livelock.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -39,8 +36,6 @@ struct Options {
   uint64_t seed = 1;        // value of GRADWIRE_TEST_SEED
   int schedules = 2;        // number of runs per launch; 1 for a kernel whose result may vary
   int multiprocessors = 1;  // small, so that grid-stride loops iterate
-  // Plants a bug: no thread waits at this barrier of each kernel over several ranks.
-  int unheeded_barrier = -1;
 };
 Options& options();
 
@@ -53,37 +48,13 @@ struct Grid {
 
 // Runs `thread(arguments)` for every thread of the grid. `parameters` are the bytes of each kernel parameter,
 // in which the engine searches for pointers to memory to save and compare. Throws Failure.
-void run(const Grid& grid, void (*thread)(const void* arguments), std::shared_ptr<const void> arguments,
+void run(const Grid& grid, void (*thread)(const void* arguments), const void* arguments,
          std::span<const std::span<const std::byte>> parameters);
 
 #ifdef GRADWIRE_STANDIN
 // Runs a grid immediately on the calling thread, in one order of its threads. Throws Failure.
 void run_grid(const Grid& grid, void (*thread)(const void* arguments), const void* arguments);
 #endif
-
-// Runs kernels of several ranks concurrently. During the lifetime of a Together, launches of its thread are
-// queued. run() runs the queued launches: each rank's launches in order, as on a stream, and different ranks'
-// launches concurrently.
-class Together {
- public:
-  explicit Together(int ranks);
-  ~Together();
-  Together(const Together&) = delete;
-  void rank(int rank) { rank_ = rank; }  // sets the rank of subsequent launches
-  void run();                            // runs the queued launches; throws Failure
-  void keep(const Grid& grid, void (*thread)(const void*), std::shared_ptr<const void> arguments,
-            std::span<const std::span<const std::byte>> parameters);
-
- private:
-  struct Queues;
-  std::unique_ptr<Queues> queues_;
-  int rank_ = 0;
-};
-// Write or read a word that blocks of other ranks access. Other blocks may run before these functions return.
-void store_signal(uint32_t* word, uint32_t value);
-uint32_t load_signal(const uint32_t* word);
-// Returns the time in nanoseconds of a clock that advances by 1 us with each load_signal.
-uint64_t nanoseconds();
 
 // Returns the number of launches of a kernel under this name. All schedules of a launch count as one launch.
 int64_t launches(const std::string& kernel);
@@ -134,11 +105,6 @@ void preempt();
 [[noreturn]] void fail(const std::string& what);
 
 void* dynamic_shared();
-
-// Delays a thread's asynchronous copies as long as possible: until the thread waits for the copies' group.
-void keep_copy(void* to, const void* from, int bytes);
-void end_group();
-void wait_for_groups(int last);  // waits for all closed groups except the `last` most recent groups
 
 // A `__shared__` declaration, identified by its source location; see shared_memory.cpp.
 struct SharedSite {

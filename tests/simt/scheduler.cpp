@@ -96,45 +96,6 @@ Side* came_from = nullptr;  // the side that switched to `running`
 // The sides of all fibers. Never deleted, because idle fibers never end.
 std::vector<Side*>& fibers = *new std::vector<Side*>();
 
-#ifdef GRADWIRE_STANDIN
-// Saves the engine's state when a kernel yields to blocks of other kernels.
-class EngineState {
- public:
-  EngineState() {
-    if (spare().empty()) return;
-    fibers_ = std::move(spare().back());
-    spare().pop_back();
-  }
-  ~EngineState() { spare().push_back(std::move(fibers_)); }
-  EngineState(const EngineState&) = delete;
-
-  void exchange() {
-    std::swap(block_, block);
-    std::swap(scheduler_, scheduler);
-    std::swap(running_, running);
-    if (running == nullptr) running = &scheduler;
-    std::swap(came_from_, came_from);
-    std::swap(fibers_, fibers);
-    std::swap(thread_, threadIdx);
-    std::swap(index_, blockIdx);
-    std::swap(block_size_, blockDim);
-    std::swap(grid_size_, gridDim);
-  }
-
- private:
-  static std::vector<std::vector<Side*>>& spare() {
-    static auto* const kept = new std::vector<std::vector<Side*>>();
-    return *kept;
-  }
-  Block block_;
-  Side scheduler_;
-  Side *running_ = nullptr, *came_from_ = nullptr;
-  std::vector<Side*> fibers_;
-  uint3 thread_{}, index_{};
-  dim3 block_size_, grid_size_;
-};
-#endif
-
 GW_SWITCHES void arrive(boost::context::fiber&& from, Side& self) {
   __sanitizer_finish_switch_fiber(self.asan_stack, &came_from->bottom, &came_from->bytes);
   came_from->context = std::move(from);
@@ -154,7 +115,7 @@ GW_SWITCHES void switch_to_thread(int index) {
   next.state = Thread::State::ready;
   block.current = index;
   threadIdx = next.index;
-  Side& fiber = *fibers[block.first_fiber + static_cast<size_t>(index)];
+  Side& fiber = *fibers[static_cast<size_t>(index)];
   if (&fiber != running) switch_to(fiber);
 }
 
@@ -166,7 +127,7 @@ void switch_to_scheduler() {
 // Switches from the running thread, which cannot continue, to the next thread, or to the scheduler if no
 // thread can run.
 GW_SWITCHES void hand_over() {
-  if (block.ready_warps != 0 && block.failure.empty() && !block.gives_way) {
+  if (block.ready_warps != 0 && block.failure.empty()) {
     switch_to_thread(take_next());
   } else {
     switch_to_scheduler();
@@ -224,7 +185,7 @@ void place_threads() {
       if (++index.y == size.y) index.y = 0, ++index.z;
     }
   }
-  make_fibers(block.first_fiber + block.threads.size());
+  make_fibers(block.threads.size());
   block.ready_warps = 0;
   block.last_warp = 0;
   for (size_t w = 0; w < block.warps.size(); ++w) make_ready(w, block.warps[w].existing);
@@ -326,12 +287,11 @@ void begin_block(Random& random, uint64_t way) {
   poison_word = draw >> 9 & 1u ? 0xffffffffu : static_cast<uint32_t>(draw >> 32);
   if (block.dynamic_memory != nullptr)
     fill_unchecked(block.dynamic_memory, block.grid->shared_bytes, poison_word);
-  block.shared.clear();
   place_threads();
   block.unfinished = static_cast<int>(block.threads.size());
   block.at_barrier = block.predicates = 0;
   block.spins = 0;
-  block.abandoned = block.gives_way = false;
+  block.abandoned = false;
   block.failure.clear();
 }
 
@@ -339,8 +299,7 @@ bool run_block() {
   blockIdx = block.index;
   blockDim = block.grid->block;
   gridDim = block.grid->grid;
-  block.gives_way = false;
-  while (block.unfinished > 0 && block.failure.empty() && !block.gives_way) {
+  while (block.unfinished > 0 && block.failure.empty()) {
     if (block.ready_warps == 0) {
       block.failure = diagnose() + describe_threads();
       break;
@@ -377,24 +336,6 @@ void preempt() {
   block.draw_any = true;  // prevents a spinning thread from starving the other threads
   make_ready(static_cast<size_t>(block.current / kWarp), current_bit());
   switch_out();
-}
-
-void keep_copy(void* to, const void* from, int bytes) {
-  Thread& thread = current_thread();
-  thread.copies.push_back({to, from, bytes, thread.groups});
-}
-
-void end_group() {
-  ++current_thread().groups;
-}
-
-void wait_for_groups(int last) {
-  Thread& thread = current_thread();
-  auto arrived = thread.copies.begin();
-  for (; arrived != thread.copies.end() && arrived->group < thread.groups - last; ++arrived) {
-    std::memcpy(arrived->to, arrived->from, static_cast<size_t>(arrived->bytes));
-  }
-  thread.copies.erase(thread.copies.begin(), arrived);
 }
 
 void fail(const std::string& what) {

@@ -89,36 +89,12 @@ void SharedSite::enter() {
   auto& variable = *static_cast<Variable*>(entry);
   if (variable.poisoned_in == block.serial) return;
   variable.poisoned_in = block.serial;
-  if (block.beside_others) block.shared.push_back({&variable, {}});
   size_t largest = 0;  // bytes of the largest instantiation, because the entered instantiation is unknown
   for (const Instance& i : variable.instances) {
     fill_unchecked(i.data, i.bytes, poison_word);
     largest = std::max(largest, i.bytes);
   }
   static_shared_bytes += largest;
-}
-
-void put_shared_away() {
-  for (KeptVariable& kept : block.shared) {
-    kept.bytes.clear();
-    for (const Instance& i : static_cast<Variable*>(kept.variable)->instances) {
-      const size_t at = kept.bytes.size();
-      kept.bytes.resize(at + i.bytes);
-      copy_unchecked(kept.bytes.data() + at, i.data, i.bytes);
-    }
-  }
-}
-
-void bring_shared_back() {
-  for (KeptVariable& kept : block.shared) {
-    auto& variable = *static_cast<Variable*>(kept.variable);
-    variable.poisoned_in = block.serial;
-    size_t at = 0;
-    for (const Instance& i : variable.instances) {
-      copy_unchecked(i.data, kept.bytes.data() + at, i.bytes);
-      at += i.bytes;
-    }
-  }
 }
 
 extern "C" void __real___asan_register_globals(void* globals, uintptr_t count);

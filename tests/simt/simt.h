@@ -41,9 +41,7 @@
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #ifdef GRADWIRE_STANDIN
-// Allocates shared variables per host thread that runs a grid, so that a kernel that waits for another rank's
-// kernel does not share variables with that kernel.
-#define __shared__ static thread_local
+#define __shared__ static
 #else
 #define __shared__                                                                  \
   [] {                                                                              \
@@ -108,19 +106,6 @@ inline unsigned __activemask() {
 }
 
 namespace gradwire::simt {
-
-// Begins an asynchronous copy (cp.async). Checks both addresses immediately, and fills the shared destination
-// with garbage until the copy completes.
-inline void begin_copy(void* to, const void* from, int bytes) {
-  const auto address = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
-  if (address % static_cast<uintptr_t>(bytes) != 0)
-    fail("an asynchronous copy whose addresses are not aligned to its size");
-  uint32_t words[4];
-  std::memcpy(words, from, static_cast<size_t>(bytes));
-  for (uint32_t& word : words) word = 0xffc0dead;
-  std::memcpy(to, words, static_cast<size_t>(bytes));
-  keep_copy(to, from, bytes);
-}
 
 // Converts a value to a word. Uses bit_cast, because with AddressSanitizer, taking a local variable's address
 // adds a stack frame to the most frequently called functions.
@@ -289,7 +274,8 @@ void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, 
         return std::array<std::span<const std::byte>, sizeof...(Params)>{std::as_bytes(std::span(&p, 1))...};
       },
       call->params);
-  run({name, reinterpret_cast<const void*>(kernel), grid, block, shared_bytes}, thread, call, parameters);
+  run({name, reinterpret_cast<const void*>(kernel), grid, block, shared_bytes}, thread, call.get(),
+      parameters);
 #endif
 }
 

@@ -2,9 +2,7 @@
 // tests several orders.
 //
 // Compiled as one file with tests/simt/scheduler.cpp and collectives.cpp. The engine's state is global and
-// belongs to the running operation. A kernel that waits for another rank's kernel saves this state while
-// other kernels run.
-#include <chrono>
+// belongs to the running operation.
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -45,13 +43,11 @@ void* dynamic_shared() {
   return block.dynamic_memory;
 }
 
-// Runs blocks one after the other, in ascending or descending order. All ranks use the same order, because
-// blocks with the same index wait for each other.
+// Runs blocks one after the other, in ascending or descending order.
 void run_grid(const Grid& grid, void (*thread)(const void*), const void* arguments) {
   const SharedMemory shared(grid.shared_bytes);
   Random random{standin::draw()};
   const uint64_t count = uint64_t{grid.grid.x} * grid.grid.y * grid.grid.z;
-  block.first_fiber = 0;
   for (uint64_t done = 0; done < count; ++done) {
     const uint64_t at = options().seed % 2 == 0 ? done : count - 1 - done;
     block.grid = &grid;
@@ -64,37 +60,6 @@ void run_grid(const Grid& grid, void (*thread)(const void*), const void* argumen
     begin_block(random, random.next());
     if (!run_block()) throw Failure(describe_launch() + ": " + block.failure);
   }
-}
-
-// Occasionally runs other streams, whose kernels use the engine in the meantime.
-static void give_way() {
-  if (block.random.next() >> 58 != 0) return;
-  EngineState kept;
-  kept.exchange();
-  standin::let_other_streams_run();
-  kept.exchange();
-}
-
-void store_signal(uint32_t* word, uint32_t value) {
-  *word = value;
-  block.spins = 0;
-  preempt();
-}
-
-uint32_t load_signal(const uint32_t* word) {
-  give_way();
-  const uint32_t value = *word;
-  block.spins = 0;  // a kernel may spin until its patience ends
-  block.draw_any = true;
-  make_ready(static_cast<size_t>(block.current / kWarp), current_bit());
-  switch_out();
-  return value;
-}
-
-uint64_t nanoseconds() {
-  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                   std::chrono::steady_clock::now().time_since_epoch())
-                                   .count());
 }
 
 }  // namespace gradwire::simt

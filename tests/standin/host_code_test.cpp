@@ -1,18 +1,14 @@
-// Tests properties of the CUDA host code that only a simulated machine shows: errors that leave no trace,
-// memory of streams that are gone, and the cost of peer memory by the kind of link.
+// Tests properties of the CUDA host code that only a simulated machine shows: errors that leave no trace, and
+// memory of streams that are gone.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
-#include <utility>
 #include <vector>
 
-#include "collectives/plan/link_costs.h"
 #include "kernels/gemm/gemm.h"
 #include "runtime/device/device.h"
 #include "runtime/device/properties.h"
 #include "runtime/threads/resources.h"
-#include "tests/collectives/group.h"
-#include "tests/standin/machine.h"
 
 namespace gradwire {
 namespace {
@@ -54,39 +50,6 @@ TEST_F(StandinHostCode, ProductsKeepTheWorkspacesOfFewStreams) {
     stream.synchronize();
   }
   EXPECT_LT(before, device_memory(device_).free + 8 * kWorkspace);
-}
-
-// Sets whether simulated GPUs are connected by NVLink during the lifetime of an object.
-class Links {
- public:
-  explicit Links(bool nvlink) : kept_(set(nvlink)) {}
-  ~Links() { set(kept_); }
-  Links(const Links&) = delete;
-
- private:
-  static bool set(bool nvlink) {
-    const standin::Lock lock(standin::machine().mutex);
-    return std::exchange(standin::machine().nvlink, nvlink);
-  }
-  bool kept_;
-};
-
-TEST_F(StandinHostCode, PeerMemoryOverPcieCostsMoreThanOverNvlink) {
-  if (cuda_device_count() < 2) GTEST_SKIP() << "needs GRADWIRE_STANDIN_GPUS of 2 or more";
-  const auto peer_memory = [&](bool nvlink) {
-    const Links links(nvlink);
-    std::vector<LinkCosts> costs(2);
-    testing::run_ranks(2, device_, [&](Communicator& comm) {
-      const Stream stream = Stream::create(comm.device(), "test");
-      costs[comm.rank()] =
-          measure_link_costs(comm.transport(), stream, 0, std::chrono::seconds(1), size_t{2} << 20);
-    });
-    EXPECT_EQ(costs[0], costs[1]);
-    return costs[0].peer_memory;
-  };
-  const LinkCosts::Pattern nvlink = peer_memory(true), pcie = peer_memory(false);
-  EXPECT_LT(10 * pcie.bytes_per_us, nvlink.bytes_per_us);
-  EXPECT_GT(pcie.latency_us, nvlink.latency_us);
 }
 
 }  // namespace

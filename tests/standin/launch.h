@@ -30,7 +30,7 @@ void launch(KernelCall call);
 int enqueue_library_call(const char* name, CUstream_st* stream, std::span<const void* const> pointers,
                          std::function<void()> run);
 
-// Runs other streams for a while. A kernel calls this function while waiting for another rank's kernel.
+// Runs other streams for a while. Work calls this function while waiting for another stream's work.
 void let_other_streams_run();
 
 // Returns a number from the machine's seeded random sequence.

@@ -1,14 +1,12 @@
 // Devices: their number, the current device of a thread, properties, and peer access.
 #include "tests/standin/machine.h"
 
-#include <cuda.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <string_view>
 
 #include "tests/standin/launch.h"
 
@@ -19,14 +17,6 @@ thread_local int device_of_thread = 0;
 
 bool exists(int device) {
   return device >= 0 && static_cast<size_t>(device) < machine().devices.size();
-}
-
-// Imitates the driver's cuModuleGetLoadingMode(): lazy, unless CUDA_MODULE_LOADING is EAGER.
-CUresult loading_mode(CUmoduleLoadingMode* mode) {
-  const char* const text = std::getenv("CUDA_MODULE_LOADING");
-  const bool eager = text != nullptr && std::string_view(text) == "EAGER";
-  *mode = eager ? CU_MODULE_EAGER_LOADING : CU_MODULE_LAZY_LOADING;
-  return CUDA_SUCCESS;
 }
 
 }  // namespace
@@ -195,13 +185,6 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
   *can = device != peer ? 1 : 0;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr attribute, int device, int peer) {
-  GW_STANDIN_CALL(cudaDeviceGetP2PAttribute);
-  if (!exists(device) || !exists(peer)) return failed(cudaErrorInvalidDevice);
-  const Lock lock(machine().mutex);
-  *value = attribute != cudaDevP2PAttrNativeAtomicSupported || machine().nvlink ? 1 : 0;
-  return cudaSuccess;
-}
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
   GW_STANDIN_CALL(cudaDeviceEnablePeerAccess);
   if (!exists(peer) || peer == device_of_thread) return failed(cudaErrorInvalidDevice);
@@ -213,12 +196,11 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
   return cudaSuccess;
 }
 
-// Finds only one driver function, which returns how kernels are loaded.
-cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+// Finds no driver function.
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
-  const bool found = std::string_view(name) == "cuModuleGetLoadingMode";
-  *function = found ? reinterpret_cast<void*>(&loading_mode) : nullptr;
-  if (result != nullptr) *result = found ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  *function = nullptr;
+  if (result != nullptr) *result = cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 

@@ -130,7 +130,6 @@ struct Machine {
   std::map<std::pair<int, const void*>, size_t> allowed_shared;
   std::mt19937_64 random;
   int connections = 8;  // hardware queues per device: CUDA_DEVICE_MAX_CONNECTIONS
-  bool nvlink = true;   // false: the devices are connected by PCIe
   int streams_made = 0;
   uint64_t ops_made = 0;
   unsigned long long captures_made = 0;

@@ -38,7 +38,6 @@ VARIANTS = [
     (2, "--shard optimizer", True),
     (2, "--overlap-forward", False),
     (2, "--precision bf16 --compression bf16", False),
-    (2, "--compression fp32:transport=peer", True),
     (4, "", False),
     (4, "--compression int8:schedule=two_shot", True),
     (4, "--compression fp32:schedule=hierarchical --ranks-per-node 2", False),

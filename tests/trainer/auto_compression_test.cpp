@@ -300,15 +300,14 @@ TEST(EncodeErrors, MeasureEachCodecOnItsTensors) {
   EXPECT_TRUE(std::isnan(encode_errors(Device::host(), tensors, gradients, {"int8"})[0]));
 }
 
-TEST(EncodeErrors, IgnoreNodesAndTransport) {
+TEST(EncodeErrors, IgnoreNodes) {
   const std::vector<GradientTensor> tensors = {{"vector", {4}}};
   const std::vector<float> gradients = {0.1f, 0.2f, 0.7f, -1.0f};
   const auto error = [&](const std::string& spec) {
     return try_encode_error(Device::host(), tensors, gradients, spec);
   };
   ASSERT_TRUE(error("int8"));
-  for (const std::string options : {"schedule=hierarchical", "schedule=hierarchical,intra_node=fp32",
-                                    "schedule=hierarchical,transport=peer", "transport=peer"})
+  for (const std::string options : {"schedule=hierarchical", "schedule=hierarchical,intra_node=fp32"})
     EXPECT_EQ(error("int8:" + options), error("int8")) << options;
 }
 

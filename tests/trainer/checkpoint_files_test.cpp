@@ -157,15 +157,15 @@ TEST(CheckpointHead, KeepsLinkCosts) {
   LinkCosts links;
   links.measured = true;
   links.neighbour = {1, 2}, links.all_pairs = {3, 4}, links.intra_node = {5, 6}, links.inter_node = {7, 8};
-  links.peer_memory = {9, 10};
   EXPECT_EQ(links_of(links_json(links)), links);
   links.library_measured = true;
-  links.library = {11, 12};
+  links.library = {9, 10};
   EXPECT_EQ(links_of(links_json(links)), links);
-  Json incomplete = links_json(links);
-  incomplete.erase(5), incomplete.erase(4);
-  for (const Json& wrong :
-       {incomplete, Json::array(), Json("fast"), Json{{1, 2}, {3, 4}, {5, 6}, {"7", 8}}}) {
+  Json incomplete = links_json(links), text = incomplete, alone = incomplete;
+  incomplete.erase("inter_node");
+  text["library"] = {"9", 10};
+  alone["neighbour"] = {1};
+  for (const Json& wrong : {incomplete, text, alone, Json::array({{1, 2}, {3, 4}}), Json("fast"), Json()}) {
     EXPECT_FALSE(links_of(wrong)) << wrong;
   }
 }

@@ -6,7 +6,6 @@
 Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails when
 - a kernel uses local memory,
 - nvcc may contract products and additions in a kernel of a wire format,
-- a kernel that reads memory of other GPUs while they write to it has non-coherent loads,
 - on sm_90, a kernel has more registers, fewer bytes in flight or more instructions per byte than its row in
   kernel_budgets.tsv allows,
 - on sm_90, its hot loop calls a subroutine, has half-filled sectors, or lacks 16-byte accesses, and the
@@ -38,7 +37,6 @@ REGISTERS, THREADS, BLOCKS, SHARED = 65536, 2048, 32, 228 * 1024  # of an sm_90 
 SHARED_PER_BLOCK = 1024  # bytes that the driver uses
 KB_NEEDED = 32           # loads in flight on a multiprocessor for full bandwidth (Little's law)
 INSTRUCTIONS_PER_BYTE = 7.8  # what an H200 can issue while it copies; an H100: 11
-READS_PEERS = "fused_allreduce"  # in names of kernels that read memory to which other GPUs write meanwhile
 BEST = 92                # % of copy bandwidth of the best kernels
 GENERATED = ("<!-- machine code: written by make machine-code -->", "<!-- end of machine code -->")
 
@@ -219,12 +217,6 @@ def violations_on_any(function: dict) -> list[str]:
     if function["local"] or function["STACK"] or function["LOCAL"]:
         wrong.append(
             f"{where} uses local memory: {function['local']} accesses, {function['STACK']} bytes of stack")
-    if function["non_coherent"] and READS_PEERS in base_name(function["full"]):
-        wrong.append(
-            f"{where} has {function['non_coherent']} non-coherent loads (LDG...CONSTANT), and peers write"
-            " memory that it reads while it runs: no __ldg, and no `const ... __restrict__` that lets nvcc"
-            " choose it"
-        )
     return wrong
 
 

@@ -190,7 +190,6 @@ class HotLoop:
 class Measured:
     hot: HotLoop
     local: int  # accesses to local memory
-    non_coherent: int  # loads that may return values from before another processor's store
 
 
 def measure(function: Function) -> Measured:
@@ -202,7 +201,4 @@ def measure(function: Function) -> Measured:
                   wide_stores=sum(i.wide for i in body if i.name == "STG"),
                   half_sector=half_sector_stores(body), by_words=vectors_stored_by_words(body),
                   calls=sum(i.name == "CALL" for i in body), is_loop=is_loop)
-    return Measured(
-        hot, local=sum(i.name in ("LDL", "STL") for i in function.code),
-        non_coherent=sum(i.name in ("LD", "LDG") and "CONSTANT" in i.operation.split(".")
-                         for i in function.code))
+    return Measured(hot, local=sum(i.name in ("LDL", "STL") for i in function.code))

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <iterator>
+#include <utility>
 
 #include "runtime/util/error.h"
 #include "trainer/checkpoint/folder.h"
@@ -13,6 +13,12 @@ namespace gradwire {
 namespace {
 
 constexpr int kVersion = 1;
+constexpr std::pair<const char*, LinkCosts::Pattern LinkCosts::*> kPatterns[] = {
+    {"neighbour", &LinkCosts::neighbour},
+    {"all_pairs", &LinkCosts::all_pairs},
+    {"intra_node", &LinkCosts::intra_node},
+    {"inter_node", &LinkCosts::inter_node},
+    {"library", &LinkCosts::library}};
 
 // Returns the values that are equal in all files of a checkpoint. Except for "id", they are also equal in
 // files of runs with the same settings. Files of earlier versions have no id.
@@ -27,26 +33,24 @@ Json shared_part(const Json& about) {
 }  // namespace
 
 Json links_json(const LinkCosts& links) {
-  std::vector<LinkCosts::Pattern> patterns = {links.neighbour, links.all_pairs, links.intra_node,
-                                              links.inter_node, links.peer_memory};
-  if (links.library_measured) patterns.push_back(links.library);
-  Json json = Json::array();
-  for (const LinkCosts::Pattern& p : patterns) json.push_back({p.latency_us, p.bytes_per_us});
+  Json json;
+  for (const auto& [name, pattern] : kPatterns) {
+    if (pattern == &LinkCosts::library && !links.library_measured) continue;
+    json[name] = {(links.*pattern).latency_us, (links.*pattern).bytes_per_us};
+  }
   return json;
 }
 
 std::optional<LinkCosts> links_of(const Json& json) {
+  if (!json.is_object()) return {};
   LinkCosts links;
   links.measured = true;
-  LinkCosts::Pattern* patterns[] = {&links.neighbour,  &links.all_pairs,   &links.intra_node,
-                                    &links.inter_node, &links.peer_memory, &links.library};
-  const size_t most = std::size(patterns);
-  if (!json.is_array() || json.size() + 1 < most || json.size() > most) return {};
-  links.library_measured = json.size() == most;
-  for (size_t i = 0; i < json.size(); ++i) {
-    const Json& pair = json[i];
+  links.library_measured = json.contains("library");
+  for (const auto& [name, pattern] : kPatterns) {
+    if (pattern == &LinkCosts::library && !links.library_measured) continue;
+    const Json pair = json.value(name, Json());
     if (!pair.is_array() || pair.size() != 2 || !pair[0].is_number() || !pair[1].is_number()) return {};
-    *patterns[i] = {pair[0].get<double>(), pair[1].get<double>()};
+    links.*pattern = {pair[0].get<double>(), pair[1].get<double>()};
   }
   return links;
 }

@@ -43,8 +43,8 @@ CheckpointHead read_head(const std::string& checkpoint);
 // the checkpoint has done).
 std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head);
 
-// Convert measured link costs to and from JSON: latency and rate of four patterns, of peer memory reads and,
-// if the transport has a library allreduce, of this allreduce. Invalid JSON gives nullopt.
+// Convert measured link costs to and from JSON: latency and rate of four patterns and, if the transport has a
+// library allreduce, of this allreduce. Invalid JSON gives nullopt.
 nlohmann::ordered_json links_json(const LinkCosts& links);
 std::optional<LinkCosts> links_of(const nlohmann::ordered_json& json);
 

@@ -50,11 +50,10 @@ void add_errors(Communicator& comm, const CompressionSpec& spec, const Sample& s
   }
 }
 
-// Returns the spec for a pair of threads, which has neither nodes nor a certain transport.
+// Returns the spec for a pair of threads, which has no nodes.
 CompressionSpec spec_of_pair(const std::string& text) {
   CompressionSpec spec = CompressionSpec::parse(text);
   spec.schedule = ScheduleKind::automatic;
-  spec.peer_access = PeerAccessMode::off;
   spec.fp32_intra_node = false;
   return spec;
 }

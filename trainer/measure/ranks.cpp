@@ -98,7 +98,6 @@ CodecTime time_codec(const Stream& stream, const std::string& text,
   if (group.ranks_per_node() > 0) comm.set_ranks_per_node(group.ranks_per_node());
   comm.set_link_costs(links);
   CompressionSpec spec = CompressionSpec::parse(text);
-  spec.peer_access = PeerAccessMode::off;
   // predict_step() counts dense tensors by themselves.
   std::erase_if(spec.dense, [](const std::string& name) { return name != kDenseAuto; });
   Reducer reducer(comm, spec, tensors, {.bucket_bytes = int64_t{1} << 40});

@@ -10,8 +10,6 @@
 #include <utility>
 
 #include "collectives/transport/local/local_hub.h"
-#include "collectives/transport/local/local_peers.h"
-#include "runtime/device/capture.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {
@@ -231,14 +229,10 @@ class LocalTransport final : public Transport {
   // Measures no waits on CUDA, because waits_ would measure the time to enqueue.
   LocalTransport(std::shared_ptr<LocalHub> hub, int rank, Device device)
       : Transport("local", {rank, hub->world, device, device.is_host(), hub->timeout}),
-        hub_(std::move(hub)),
-        peers_(*hub_, rank) {
-    peers_.on_sent = [this](uint64_t bytes) { count_sent(bytes); };
-  }
+        hub_(std::move(hub)) {}
 
   void begin_call(const Stream& stream, const Call& call) override {
     auto begin = [this, &call] { hub_->begin_call(rank(), ++call_, call); };
-    peers_.count_call(Capture::current() != nullptr);
     device().is_host() ? stream.submit(begin) : begin();
   }
 
@@ -282,8 +276,6 @@ class LocalTransport final : public Transport {
     return mine;
   }
 
-  PeerAccess* peer_access() override { return &peers_; }
-
   void abort(const std::string& reason) override {
     std::lock_guard lock(hub_->mutex);
     hub_->fail(fmt::format("rank {} gave up: {}", rank(), reason));
@@ -302,27 +294,9 @@ class LocalTransport final : public Transport {
   const std::shared_ptr<LocalHub> hub_;
   uint64_t call_ = 0;  // number of the current call; only the thread that runs exchanges uses it
   int splits_ = 0;
-  LocalPeers peers_;
 };
 
 }  // namespace
-
-std::string sharing_obstacle(const std::vector<Device>& devices, bool lazily, bool blocking) {
-  if (blocking && devices.size() > 1 && devices.front().is_cuda()) {
-    return "with CUDA_LAUNCH_BLOCKING=1 a launch waits for its kernel, which waits for another launch; "
-           "unset it, or start a process for each rank";
-  }
-  if (!lazily) return "";
-  for (const Device& d : devices) {
-    const auto ranks = std::count(devices.begin(), devices.end(), d);
-    if (d.is_host() || ranks == 1) continue;
-    return fmt::format(
-        "{} ranks share {}, where loading a kernel may wait for one that waits for another rank; set "
-        "CUDA_MODULE_LOADING=EAGER in the environment, or give each rank a GPU",
-        ranks, d.name());
-  }
-  return "";
-}
 
 std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<Device>& devices,
                                                               std::chrono::milliseconds timeout,

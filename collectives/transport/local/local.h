@@ -25,11 +25,4 @@ std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<
                                                               std::chrono::milliseconds timeout,
                                                               const EmulatedLink& link = {});
 
-// Returns why kernels that wait for other ranks' kernels may deadlock on these devices, and the remedy; "" if
-// the kernels cannot deadlock. `lazily`: whether CUDA loads a kernel at its first launch. Loading may wait
-// for all work on the device, including another rank's kernel that waits for the kernel being loaded.
-// `blocking`: whether a launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1), and so for other ranks'
-// launches.
-std::string sharing_obstacle(const std::vector<Device>& devices, bool lazily, bool blocking);
-
 }  // namespace gradwire

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "collectives/transport/link_pacer.h"
-#include "collectives/transport/peer_access.h"
 #include "collectives/transport/transport.h"
 #include "runtime/device/device.h"
 #include "runtime/threads/running_clock.h"
@@ -34,21 +33,6 @@ class LocalHub {
     Event ready;                // CUDA: recorded once the data is complete
     Event taken;                // CUDA: recorded after the copy
     LinkPacer::Flow flow = {};  // with emulated links: the message's way to the receiver
-  };
-
-  // The peer memory of all ranks. Vectors are indexed by rank.
-  struct PeerGroup {
-    explicit PeerGroup(int world)
-        : memory(static_cast<size_t>(world)),
-          calls_before(memory.size()),
-          arrived(memory.size()),
-          arrivals(memory.size()) {}
-    std::vector<Buffer> memory;
-    // The number of calls that each rank had begun at its arrival; empty before the arrival, or if unknown.
-    std::vector<std::optional<uint64_t>> calls_before;
-    std::vector<bool> arrived;
-    int ready = 0, taken = 0;
-    std::vector<uint64_t> arrivals;  // number of arrivals at rendezvous(), by rank
   };
 
   LocalHub(std::vector<Device> devices, std::chrono::milliseconds timeout, const EmulatedLink& link);
@@ -72,14 +56,12 @@ class LocalHub {
     wait(lock, rank, condition, pending, [] { return LinkPacer::Time::max(); });
   }
   void barrier(int rank);
-  // Blocks until all ranks have arrived as often as this rank. `what` is for error texts.
-  void rendezvous(PeerGroup& group, int rank, const std::string& what);
   void wait_for_copy(std::unique_lock<std::mutex>& lock, int rank, const Offer& offer) {
     changed_[rank].wait(lock, [&] { return offer.state != Offer::State::copying; });
   }
   // Records that `rank` makes its call number `number`. The first rank to arrive defines the call.
   void begin_call(int rank, uint64_t number, const Call& call);
-  // Throws CommError once the group has failed. A kernel's report of a missing rank also fails the group.
+  // Throws CommError once the group has failed.
   void check(int rank);
 
   // The methods below require the lock.
@@ -89,9 +71,6 @@ class LocalHub {
   bool arrived(Offer& offer);
   // Returns a time before which a message does not arrive.
   LinkPacer::Time arrives_at(const Offer& offer) const;
-  // Fails the group if one rank maps peer memory (transport=peer in its spec) while another rank, without
-  // peer memory, has continued to its next call. Detects this mismatch before the deadline of either call.
-  void compare_peer_memory();
   void fail(const std::string& reason);
   [[noreturn]] void fail_and_throw(const std::string& text);
   const std::string& failure() const { return failure_; }
@@ -105,8 +84,6 @@ class LocalHub {
   std::optional<LinkPacer> links;  // unless messages arrive at once
   // Transports that their ranks have not fetched yet, by number of the split and first member.
   std::map<std::pair<int, int>, std::vector<std::unique_ptr<Transport>>> splits;
-  std::map<int, std::shared_ptr<PeerGroup>> peer_groups;  // by number, until all ranks have fetched the group
-  std::vector<std::weak_ptr<MappedPeers>> mapped;         // all ranks' mappings, for stop()
 
  private:
   // A call that not all ranks have made yet.
@@ -116,12 +93,6 @@ class LocalHub {
     int arrived;
     std::string what;
   };
-  // The latest call that a rank has begun.
-  struct LatestCall {
-    uint64_t number = 0;
-    std::string what;
-  };
-
   template <typename Pending>
   void throw_if_failed(int rank, Pending pending) const {
     if (!failure_.empty()) throw_failed(rank, pending());
@@ -135,7 +106,6 @@ class LocalHub {
     int arrived = 0;
     uint64_t passed = 0;  // number of barriers that all ranks have passed
   } barrier_;
-  std::vector<LatestCall> latest_;  // by rank
   // One condition variable per rank, so that a message wakes only its receiver.
   std::vector<std::condition_variable> changed_;
   std::deque<OpenCall> open_;

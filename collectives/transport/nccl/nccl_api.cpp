@@ -62,9 +62,6 @@ NcclApi load() {
   find(handle, api.mem_free, "ncclMemFree", false);
   find(handle, api.comm_register, "ncclCommRegister", false);
   find(handle, api.comm_deregister, "ncclCommDeregister", false);
-  find(handle, api.window_register, "ncclCommWindowRegister", false);
-  find(handle, api.window_deregister, "ncclCommWindowDeregister", false);
-  find(handle, api.team_lsa, "ncclTeamLsa", false);
   return api;
 }
 

@@ -9,11 +9,6 @@
 
 #include <string>
 
-// A type of NCCL's device API, which older headers lack.
-struct ncclWindow_vidmem;
-struct ncclDevComm;
-struct ncclDevCommRequirements;
-
 namespace gradwire {
 
 struct NcclApi {
@@ -43,14 +38,6 @@ struct NcclApi {
   ncclResult_t (*mem_free)(void*) = nullptr;
   ncclResult_t (*comm_register)(const ncclComm_t, void*, size_t, void** handle) = nullptr;  // NCCL 2.19
   ncclResult_t (*comm_deregister)(const ncclComm_t, void* handle) = nullptr;
-  ncclResult_t (*window_register)(ncclComm_t, void*, size_t, ncclWindow_vidmem**, int) = nullptr;  // 2.27
-  ncclResult_t (*window_deregister)(ncclComm_t, ncclWindow_vidmem*) = nullptr;
-  // The ranks whose memory this rank can load and store: the number of these ranks, this rank's place among
-  // them, and the stride between them. The layout equals ncclTeam_t, which older headers lack.
-  struct Team {
-    int ranks, rank, stride;
-  };
-  Team (*team_lsa)(ncclComm_t) = nullptr;  // NCCL 2.28
 
   // Returns an error text, e.g. "unhandled system error (socket closed by peer)".
   std::string text(ncclResult_t result, ncclComm_t comm) const;

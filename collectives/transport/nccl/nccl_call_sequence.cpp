@@ -11,13 +11,12 @@
 
 namespace gradwire {
 
-std::string NcclCallSequence::begin(const Call& call, bool compare_always) {
+std::string NcclCallSequence::begin(const Call& call) {
   ++number_;
   hash_ = mix(hash_, call.hash);
   current_ = call.what;
   if (group_ == nullptr) return "";
-  const bool is_new = compare_always || known_.insert(call.hash).second;
-  return is_new ? compare(call.what) : "";
+  return known_.insert(call.hash).second ? compare(call.what) : "";
 }
 
 std::string NcclCallSequence::in_this_call(const std::string& what) const {

@@ -21,11 +21,11 @@ class NcclCallSequence {
   NcclCallSequence(int rank, int world, Membership* group, std::chrono::milliseconds timeout)
       : rank_(rank), world_(world), group_(group), timeout_(timeout) {}
 
-  // Begins the next call. Compares the call with the predecessor rank's call if the call's hash is new, or if
-  // `compare_always`. As every rank compares with its predecessor, all ranks are compared. Returns why the
-  // group has failed; "" if the calls agree. If the predecessor had already compared its call, the mismatch
-  // is found when this rank's exchange makes no progress.
-  std::string begin(const Call& call, bool compare_always = false);
+  // Begins the next call. Compares the call with the predecessor rank's call if the call's hash is new. As
+  // every rank compares with its predecessor, all ranks are compared. Returns why the group has failed; "" if
+  // the calls agree. If the predecessor had already compared its call, the mismatch is found when this rank's
+  // exchange makes no progress.
+  std::string begin(const Call& call);
   // Describes another rank's call that differs from the call of the exchange `stalled`; "" if no such call is
   // known. Any thread may call it.
   std::string other_call(const WatchedExchange& stalled) const;

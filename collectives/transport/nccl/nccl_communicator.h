@@ -39,7 +39,6 @@ class NcclCommunicator {
   int world() const { return world_; }
   const NcclApi& api() const { return api_; }
   GpuCalls& gpu() const { return *gpu_; }
-  bool owned() const { return owned_; }
 
   // Runs `call` on this thread. Returns ncclInProgress if the call must not run: after end() or close(), or
   // while another call is in progress for longer than `limits.turn`.

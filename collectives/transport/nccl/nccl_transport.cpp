@@ -18,10 +18,6 @@ std::unique_ptr<NcclCommunicator> communicator_of(const NcclSetup& setup) {
                                             setup.pause);
 }
 
-Stream set_up_stream(Device device) {
-  return device.is_host() ? Stream::immediate_host() : Stream::create(device, "set-up");
-}
-
 }  // namespace
 
 NcclTransport::NcclTransport(NcclSetup setup) : NcclTransport{communicator_of(setup), std::move(setup)} {}
@@ -34,7 +30,6 @@ NcclTransport::NcclTransport(std::unique_ptr<NcclCommunicator> comm, NcclSetup s
       watch_(*comm_, setup_.group.get(), setup_.timeout,
              [this](const WatchedExchange& stalled) { return calls_.other_call(stalled); }),
       memory_(*comm_, device(), setup_.timeout),
-      peers_(*this, *comm_, watch_),
       connected_(static_cast<size_t>(world())) {
   join_group();
 }
@@ -54,20 +49,10 @@ void NcclTransport::join_group() {
 NcclTransport::~NcclTransport() {
   if (setup_.regrouping) setup_.regrouping->quorum->leave();
   const bool failed = watch_.stop();
-  peers_.release();
   comm_->close();  // NCCL's memory may outlive the transport
   // Announce an orderly departure before hanging up.
   if (setup_.group) setup_.group->leave();
   comm_->destroy([&] { return failed || !watch_.drained(); });
-}
-
-void NcclTransport::begin_set_up(const std::string& what) {
-  watch_.throw_if_failed(what);
-  if (world() == 1) return;
-  uint64_t hash = 0x736574;
-  for (const char c : what) hash = mix(hash, static_cast<uint64_t>(c));
-  const std::string cause = calls_.begin({hash, what}, true);
-  if (!cause.empty()) watch_.give_up(calls_.in_this_call(what), cause);
 }
 
 void NcclTransport::begin_call(const Stream&, const Call& call) {
@@ -98,20 +83,16 @@ void NcclTransport::exchange(const Stream& stream, const std::vector<Transfer>& 
 void NcclTransport::allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean,
                               uint64_t bytes, const std::string& what) {
   const bool first = !std::exchange(allreduce_connected_, true);
-  post(stream, what, from_all(0, world(), bytes), bytes, first,
+  std::vector<Transfer> receives;  // describe the call in error texts: equal parts from all other ranks
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer == rank()) continue;
+    receives.push_back({Transfer::Kind::receive, peer, nullptr, bytes / static_cast<uint64_t>(world() - 1)});
+  }
+  post(stream, what, receives, bytes, first,
        [&api = comm_->api(), native = comm_->gpu().native(stream), in, out, count, mean](
            ncclComm_t comm, const NcclPatience& patience) {
          return run_nccl_allreduce(api, comm, native, in, out, count, mean, patience);
        });
-}
-
-std::vector<Transfer> NcclTransport::from_all(int first, int ranks, uint64_t bytes) const {
-  std::vector<Transfer> transfers;
-  for (int peer = first; peer < first + ranks; ++peer) {
-    if (peer == rank()) continue;
-    transfers.push_back({Transfer::Kind::receive, peer, nullptr, bytes / static_cast<uint64_t>(ranks - 1)});
-  }
-  return transfers;
 }
 
 bool NcclTransport::connects(const std::vector<Transfer>& transfers) {
@@ -176,19 +157,6 @@ void NcclTransport::watch(std::unique_ptr<ExchangeMark> mark, const std::string&
                         {exchanges_, what, std::move(transfers), calls_.number(), calls_.hash()});
 }
 
-void NcclTransport::enqueue_watched(const Stream& stream, const std::string& what_for, int first, int ranks,
-                                    uint64_t bytes, const std::function<void(const Stream&)>& work) {
-  ++exchanges_;
-  const std::string what = calls_.in_this_call(what_for);
-  watch_.throw_if_failed(what);
-  std::unique_ptr<ExchangeMark> mark = watch_.mark_for(stream);
-  mark->begin(stream);
-  work(stream);
-  mark->end(stream);
-  count_sent(bytes);
-  watch(std::move(mark), what, from_all(first, ranks, bytes));
-}
-
 void NcclTransport::exchange_bytes(const Stream& stream, uint8_t* all, const ExchangeLabel& label) {
   std::vector<Transfer> transfers;
   for (int peer = 0; peer < world(); ++peer) {
@@ -198,19 +166,6 @@ void NcclTransport::exchange_bytes(const Stream& stream, uint8_t* all, const Exc
   }
   exchange(stream, transfers, label);
   uncount_sent(static_cast<uint64_t>(world() - 1));
-}
-
-bool NcclTransport::agree(bool mine, const std::string& doing) {
-  const Stream stream = set_up_stream(device());
-  Buffer all(device(), static_cast<size_t>(world()));
-  const auto word = static_cast<uint8_t>(mine ? 1 : 0);
-  store(stream, all.as<uint8_t>() + rank(), &word, 1);
-  exchange_bytes(stream, all.as<uint8_t>(), {mix(0, 0x70656572), doing});
-  std::vector<uint8_t> answers(static_cast<size_t>(world()));
-  copy(stream, answers.data(), all.data(), answers.size());
-  stream.synchronize();
-  watch_.throw_if_failed(doing);
-  return std::all_of(answers.begin(), answers.end(), [](uint8_t answer) { return answer != 0; });
 }
 
 void NcclTransport::barrier() {
@@ -241,7 +196,6 @@ void NcclTransport::check() {
   constexpr std::chrono::milliseconds kPatience{20};
   const std::string what = calls_.in_this_call(calls_.current().empty() ? "between calls" : calls_.current());
   watch_.throw_if_failed(what);
-  if (const std::string text = watch_.kernel_error(); !text.empty()) watch_.give_up(what, text);
   if (const std::string text = comm_->error(kPatience); !text.empty()) watch_.give_up(what, text);
 }
 

@@ -18,7 +18,6 @@
 #include "collectives/transport/nccl/nccl_calls.h"
 #include "collectives/transport/nccl/nccl_communicator.h"
 #include "collectives/transport/nccl/nccl_memory.h"
-#include "collectives/transport/nccl/nccl_peers.h"
 #include "collectives/transport/nccl/nccl_watch.h"
 #include "collectives/transport/transport.h"
 
@@ -68,7 +67,6 @@ class NcclTransport final : public Transport,
   std::unique_ptr<Transport> split(const std::vector<int>& members) override;
   Buffer exchange_memory(size_t bytes) override;
 
-  PeerAccess* peer_access() override { return &peers_; }
   NativeAllreduce* native_allreduce() override { return this; }
   MessagesToRankZero* messages() override { return setup_.group ? this : nullptr; }
   ElasticGroup* elastic() override { return this; }
@@ -79,16 +77,6 @@ class NcclTransport final : public Transport,
   std::string take_message(int from) override;
   std::unique_ptr<Transport> regroup(std::chrono::milliseconds timeout,
                                      std::vector<int>& survivors) override;  // defined in nccl_regroup.cpp
-
-  // The three methods below are for NcclPeers. begin_set_up() counts a collective set-up as a call, so that a
-  // rank that makes the call alone gets an error.
-  void begin_set_up(const std::string& what);
-  // Returns whether `mine` is true on all ranks. Collective; blocks.
-  bool agree(bool mine, const std::string& doing);
-  // Enqueues `work` and watches it. The ranks [first, first + ranks) read `bytes` from this rank during the
-  // work.
-  void enqueue_watched(const Stream& stream, const std::string& what, int first, int ranks, uint64_t bytes,
-                       const std::function<void(const Stream&)>& work);
 
  private:
   NcclTransport(std::unique_ptr<NcclCommunicator> comm, NcclSetup setup);
@@ -107,8 +95,6 @@ class NcclTransport final : public Transport,
             uint64_t bytes, bool first, const NcclCommunicator::Call& call);
   ncclResult_t enqueue(const std::string& what, const std::vector<Transfer>& transfers, bool first,
                        const NcclCommunicator::Call& call);
-  // Returns receives of equal parts from each of the ranks [first, first + ranks) except this rank.
-  std::vector<Transfer> from_all(int first, int ranks, uint64_t bytes) const;
   // Exchanges one byte with every rank: all[r] is rank r's byte. The bytes are not counted as sent.
   void exchange_bytes(const Stream& stream, uint8_t* all, const ExchangeLabel& label);
   void watch(std::unique_ptr<ExchangeMark> mark, const std::string& what, std::vector<Transfer> transfers);
@@ -123,7 +109,6 @@ class NcclTransport final : public Transport,
   NcclCallSequence calls_;
   NcclWatch watch_;
   NcclMemoryPool memory_;
-  NcclPeers peers_;
   // Used only by the thread that makes calls.
   uint64_t exchanges_ = 0;
   std::vector<Connected> connected_;  // connections by peer

@@ -99,25 +99,6 @@ ncclResult_t NcclWatch::watch_call(const std::string& what, const std::vector<Tr
   return result;
 }
 
-void NcclWatch::watch_kernels(const std::shared_ptr<MappedPeers>& peers) {
-  std::lock_guard lock(mutex_);
-  std::erase_if(mapped_, [](const auto& weak) { return weak.expired(); });
-  mapped_.push_back(peers);
-}
-
-std::string NcclWatch::kernel_error() {
-  std::lock_guard lock(mutex_);
-  return kernel_error_locked();
-}
-
-std::string NcclWatch::kernel_error_locked() const {
-  for (const auto& weak : mapped_) {
-    const auto peers = weak.lock();
-    if (const std::string text = peers ? peers->failure() : ""; !text.empty()) return text;
-  }
-  return "";
-}
-
 bool NcclWatch::stop() {
   bool failed = false;
   {
@@ -167,7 +148,7 @@ void NcclWatch::watch() try {
   comm_.end();
 }
 
-// Sets cause_ if a kernel, NCCL or an exchange has failed, or another rank's call differs from this rank's.
+// Sets cause_ if NCCL or an exchange has failed, or another rank's call differs from this rank's.
 void NcclWatch::look(std::unique_lock<std::mutex>& lock, Doubt& doubt) {
   lock.unlock();
   const std::string nccl_error = comm_.error(milliseconds(0));
@@ -183,7 +164,6 @@ void NcclWatch::look(std::unique_lock<std::mutex>& lock, Doubt& doubt) {
   const auto found = [&](const std::string& text) {
     if (!text.empty() && !cause_) cause_ = Cause{text};
   };
-  found(kernel_error_locked());
   if (!nccl_error.empty()) found(fmt::format("{}: {}", standing_, nccl_error));
   found(late);
   if (!stalled || cause_) return;
@@ -223,9 +203,6 @@ void NcclWatch::end_group(std::unique_lock<std::mutex>& lock) {
   // stream.
   failure_ = std::move(text);
   changed_.notify_all();
-  for (const auto& weak : mapped_) {
-    if (const auto peers = weak.lock()) peers->stop();
-  }
   lock.unlock();
   comm_.end();  // this object may have been destroyed when end() returns
 }

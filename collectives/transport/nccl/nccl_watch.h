@@ -13,7 +13,6 @@
 #include "collectives/net/membership.h"
 #include "collectives/transport/exchange_watch.h"
 #include "collectives/transport/nccl/nccl_communicator.h"
-#include "collectives/transport/peer_access.h"
 #include "runtime/threads/thread.h"
 
 namespace gradwire {
@@ -54,10 +53,6 @@ class NcclWatch {
   // Runs `call`, a call of NCCL on the caller's thread, and reports the call if it does not return in time.
   ncclResult_t watch_call(const std::string& what, const std::vector<Transfer>& transfers,
                           const std::function<ncclResult_t()>& call);
-  // Stops the kernels over this memory when the group fails, and reports their errors.
-  void watch_kernels(const std::shared_ptr<MappedPeers>& peers);
-  // Returns the error that a kernel over peer memory has reported; "" if no kernel has reported an error.
-  std::string kernel_error();
 
   // Ends the watching thread. Returns whether the group had failed. If the communicator does not end in time,
   // the thread outlives this object.
@@ -91,7 +86,6 @@ class NcclWatch {
   void look(std::unique_lock<std::mutex>& lock, Doubt& doubt);
   void end_group(std::unique_lock<std::mutex>& lock);
   std::string overdue();
-  std::string kernel_error_locked() const;
 
   NcclCommunicator& comm_;
   Membership* const group_;
@@ -99,7 +93,6 @@ class NcclWatch {
   const OtherCall other_call_;
   std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
-  std::vector<std::weak_ptr<MappedPeers>> mapped_;
   ExchangesInFlight in_flight_;
   std::optional<InNccl> in_nccl_;
   std::vector<std::unique_ptr<ExchangeMark>> spare_;
