@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """Tests the Python package on simulated GPUs: XLA's calls of gradwire.jax on platform CUDA, and CUDA arrays.
 
-LD_PRELOAD must load build/standin/libgradwire.so, which GRADWIRE_LIBRARY also names. dlopen() lacks room for
-the thread-local memory of the library's shared-memory variables. Needs GRADWIRE_STANDIN_GPUS of at least 4
-and CUDA_DEVICE_MAX_CONNECTIONS=32, but neither JAX nor PyTorch.
+GRADWIRE_LIBRARY names build/standin/libgradwire.so. Needs GRADWIRE_STANDIN_GPUS of at least 4 and
+CUDA_DEVICE_MAX_CONNECTIONS=32, but neither JAX nor PyTorch.
 """
 from __future__ import annotations
 
