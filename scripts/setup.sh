@@ -20,7 +20,7 @@ demo=(
   "python3-matplotlib:pictures (bench/plots/plot.py)" "python3-plotly:gradwire report" "ccache:fast rebuilds"
 )
 tests=(
-  "libgtest-dev:the tests" "libgmock-dev:the tests" "libboost-context-dev:the tests that run CUDA kernels on the CPU"
+  "libgtest-dev:the tests" "libboost-context-dev:the tests that run CUDA kernels on the CPU"
   "libgloo-dev:gloo's own allreduce in benchmarks"
   "python3-numpy:the oracles" "python3-torch:the oracles" "python3-torchvision:the oracles"
   "mypy:the check of the Python package's types"

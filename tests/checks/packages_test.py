@@ -11,7 +11,7 @@ import check_packages  # noqa: E402
 
 # Maps one package of each kind of use to the text with which the check reports the package.
 PLANTED = {"python3-matplotlib": "the list of scripts/setup.sh demo lacks python3-matplotlib",
-           "libgmock-dev": "header /usr/include/gmock/", "libboost-context-dev": "library /usr/lib",
+           "libgtest-dev": "header /usr/include/gtest/", "libboost-context-dev": "library /usr/lib",
            "iproute2": "command ip", "python3-pip": "module pip"}
 
 
