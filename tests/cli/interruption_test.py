@@ -164,10 +164,18 @@ class Interruption(CommandTest):
                                  (run, rank_1), (["report", "r.jsonl"], {"GRADWIRE_PYTHON": str(slow)})):
             for number in (signal.SIGTERM, signal.SIGINT):
                 with self.subTest(words=words, variables=variables, number=number):
+                    saves = words[-len(checkpoint):] == checkpoint
+                    log = self.folder / f"log.{number}"
                     outer = self.spawn("unshare", "--pid", "--fork", "--kill-child", "--mount-proc",
-                                       self.program, *words, env=variables, stdout=subprocess.DEVNULL)
+                                       self.program, *words, *(("--log", log) if saves else ()),
+                                       env=variables, stdout=subprocess.DEVNULL)
                     inner = self.process_1(outer, number)
                     time.sleep(0.5)  # at any moment
+                    end = time.monotonic() + 60
+                    while saves and time.monotonic() < end:  # a run saves a checkpoint after its first step
+                        if log.exists() and '"step"' in log.read_text():
+                            break
+                        time.sleep(0.02)
                     os.kill(inner, number)
                     self.assertEqual(outer.wait(timeout=30), 128 + number)
         self.assertTrue(list(self.folder.glob("runs/step-*/model.safetensors")))
