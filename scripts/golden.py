@@ -79,7 +79,7 @@ def digest(*parts):
 
 
 def masked(value, floats=True):
-    """Returns a JSON value with 0 for the fields of MASKED and, unless `floats`, for every fraction."""
+    """Sets the fields in MASKED to 0 in a JSON value and, without `floats`, also all numbers with fractions."""
     if isinstance(value, dict):
         return {k: 0 if MASKED.fullmatch(k) else masked(v, floats) for k, v in value.items()}
     if isinstance(value, list):
