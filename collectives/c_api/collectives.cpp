@@ -10,6 +10,7 @@
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/request.h"
 #include "collectives/c_api/text.h"
+#include "collectives/codec/codec.h"
 #include "collectives/codec/residual.h"
 #include "collectives/plan/planner.h"
 #include "kernels/wire/fp32.h"

@@ -32,13 +32,13 @@ bool is_private(const struct stat& file) {
   return file.st_uid == 0 && (file.st_mode & 077) == 040 && in_own_groups(file.st_gid);
 }
 
-constexpr size_t kMostBytes = 4096;
+constexpr size_t kMaxSecretBytes = 4096;
 
 }  // namespace
 
 std::string checked_secret(const std::string& source, std::string text) {
   const auto refuse = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}", source, why)); };
-  if (text.size() > kMostBytes) refuse(fmt::format("the secret is longer than {} bytes", kMostBytes));
+  if (text.size() > kMaxSecretBytes) refuse(fmt::format("the secret is longer than {} bytes", kMaxSecretBytes));
   if (text.find('\0') != text.npos) refuse("the secret contains a NUL byte; use text, such as base64");
   if (text.starts_with("\xEF\xBB\xBF")) text.erase(0, 3);  // the byte order mark of some editors
   text.erase(text.find_last_not_of(" \t\r\n") + 1);
@@ -68,7 +68,7 @@ std::string secret_from_environment() {
         "and a group of this process, or give the secret in GRADWIRE_SECRET instead",
         status.st_mode & 0777));
   }
-  std::string text(kMostBytes + 1, '\0');
+  std::string text(kMaxSecretBytes + 1, '\0');
   const ssize_t n = read(file.fd(), text.data(), text.size());
   if (n < 0) refuse(std::strerror(errno));
   text.resize(static_cast<size_t>(n));

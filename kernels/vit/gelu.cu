@@ -15,7 +15,7 @@ namespace gradwire::cuda {
 namespace {
 
 template <int W>
-struct Bias {
+struct GeluBias {
   float value[W];
 };
 
@@ -31,13 +31,13 @@ struct Forward {
   int64_t width;
 
   template <int W>
-  __device__ __forceinline__ Bias<W> column(int64_t c) const {
-    Bias<W> b{};
+  __device__ __forceinline__ GeluBias<W> column(int64_t c) const {
+    GeluBias<W> b{};
     if (bias != nullptr) load<W>(bias + c, b.value);
     return b;
   }
   template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, const Bias<W>& b) const {
+  __device__ __forceinline__ void at(int64_t row, int64_t c, const GeluBias<W>& b) const {
     const int64_t i = row * width + c;
     float pre[W], out[W];
     load<W>(x + i, pre);

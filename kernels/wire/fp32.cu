@@ -9,7 +9,7 @@
 namespace gradwire::cuda {
 namespace {
 
-constexpr int kWidth = 4;
+constexpr int kFp32Width = 4;
 
 struct ReduceBody {
   const Reduce& a;
@@ -35,16 +35,16 @@ struct ReduceBody {
 
 __global__ void __launch_bounds__(kVectorThreads)
     fp32_reduce_kernel(const __grid_constant__ Reduce a, const __grid_constant__ VectorSplit split) {
-  for_each_vector<kWidth>(split, ReduceBody{a});
+  for_each_vector<kFp32Width>(split, ReduceBody{a});
 }
 
 }  // namespace
 
 void fp32_reduce(CudaStream stream, const Reduce& a) {
-  auto alignment = Alignment(kWidth).with(a.own).with(a.out);
+  auto alignment = Alignment(kFp32Width).with(a.own).with(a.out);
   for (int k = 0; k < a.num_inputs; ++k) alignment.with(a.inputs[k]);
   auto split = alignment.split(a.count);
-  launch_vectors<kWidth>("fp32_reduce", fp32_reduce_kernel, stream, split, a);
+  launch_vectors<kFp32Width>("fp32_reduce", fp32_reduce_kernel, stream, split, a);
 }
 
 }  // namespace gradwire::cuda
