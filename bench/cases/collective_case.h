@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
+#include "bench/cases/test_rows.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/reducer.h"
 #include "collectives/schedule/schedule.h"
@@ -79,5 +81,38 @@ class CollectiveRank {
   std::vector<double> means_;  // exact means of the values of kind means_kind_
   Values means_kind_ = Values::integers;
 };
+
+// Measures the error and bias of one encode and decode in a wire format.
+
+struct RowError {
+  double error = 0;  // squared error of an encode and decode / squared norm of the row
+  // bias: norm of the mean error over many draws / norm of the row. by_chance: the expected bias of an
+  // unbiased format; 0 for round to nearest, whose draws are all equal.
+  double bias = 0, by_chance = 0;
+  bool random = false;  // true if the draws differ
+  double bytes_per_element = 0;
+};
+
+struct RowSetError {
+  std::vector<RowError> rows;
+  double mean = 0, standard_error = 0;  // statistics of `error` over the rows; NaN for a single row
+  double total = 0;                     // sum of squared errors / sum of squared norms
+  double bias = 0, by_chance = 0;       // bias of all rows combined
+  bool random = false;
+  double bytes_per_element = 0;
+  size_t worst = 0;  // the row with the largest error
+};
+
+// Measures the error of each row of `set`, on the host. `draws`, at least 2: number of encodes of each row,
+// for formats that round stochastically.
+RowSetError round_trip_error(const CompressionSpec& spec, const RowSet& set, int draws, uint64_t seed);
+
+// The gradients of well-known models: names and shapes, in the order in which backward finishes them.
+
+// Returns the gradients of a ViT of the trainer, of resnet18 or of resnet50. Throws BadInput, which lists the
+// known names, for any other name.
+std::vector<GradientTensor> gradients_of(const std::string& model);
+
+int64_t elements_of(const std::vector<GradientTensor>& tensors);
 
 }  // namespace gradwire::bench

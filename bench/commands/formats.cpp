@@ -12,7 +12,7 @@
 #include <optional>
 
 #include "bench/cases/kernel_cases.h"
-#include "bench/cases/round_trip.h"
+#include "bench/cases/collective_case.h"
 #include "bench/cases/test_rows.h"
 #include "bench/commands/commands.h"
 #include "bench/harness/measure.h"

@@ -10,7 +10,7 @@
 #include <optional>
 
 #include "bench/baselines/pytorch_baseline.h"
-#include "bench/cases/models.h"
+#include "bench/cases/collective_case.h"
 #include "bench/commands/commands.h"
 #include "bench/harness/measure.h"
 #include "bench/harness/result_files.h"
