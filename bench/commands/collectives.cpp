@@ -1,24 +1,29 @@
 // gradwire-bench collectives: every schedule, compression and transport, with the flags and columns of
 // nccl-tests. The baseline is gloo's or NCCL's allreduce.
+#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <fstream>
-#include <nlohmann/json.hpp>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "bench/baselines/allreduce_baseline.h"
 #include "bench/cases/collective_case.h"
-#include "bench/commands/collectives_options.h"
-#include "bench/commands/commands.h"
+#include "bench/commands/main.h"
 #include "bench/harness/measure.h"
 #include "bench/harness/result_files.h"
 #include "bench/harness/size_text.h"
 #include "bench/harness/spawn.h"
 #include "collectives/agreement/all_gather.h"
 #include "collectives/communicator/local_ranks.h"
+#include "collectives/reducer/reducer.h"
+#include "collectives/schedule/schedule.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/tcp/tcp.h"
 #include "runtime/threads/thread_pool.h"
@@ -27,6 +32,30 @@
 #include "trainer/cli/values.h"
 
 namespace gradwire::bench {
+
+// The flags of gradwire-bench collectives.
+
+struct CollectivesOptions {
+  uint64_t min_bytes = 1 << 20, max_bytes = 16 << 20;
+  int factor = 4, iterations = 20, warmup = 5, check = 1;
+  int average = 3, per_iteration = 0, skip = 0, blocking = 0, unalign = 0;
+  std::vector<std::string> schedules, compression, transports;
+  int ranks = 4, per_node = 0;
+  std::string device = "host", rendezvous;
+  ResultPaths results;
+  double timeout_s = 60;
+  uint64_t slice_bytes = kSliceBytes;
+  bool no_baseline = false, child = false;
+};
+
+// Returns the names of all schedules that --schedule accepts, except nccl.
+std::vector<std::string> schedule_names();
+
+// Adds the flags of nccl-tests, with their meaning there.
+void add_nccl_tests_flags(CLI::App& command, CollectivesOptions& o);
+// Adds all other flags.
+void add_own_flags(CLI::App& command, CollectivesOptions& o);
+
 namespace {
 
 std::vector<int64_t> sizes_of(const CollectivesOptions& o) {
@@ -367,6 +396,83 @@ void add_collectives(CLI::App& app, int& exit_code) {
   add_nccl_tests_flags(*command, *o);
   add_own_flags(*command, *o);
   command->callback([o, &exit_code] { exit_code = run(*o); });
+}
+
+std::vector<std::string> schedule_names() {
+  std::vector<std::string> names;
+  for (ScheduleKind kind : all_schedules()) names.emplace_back(name(kind));
+  return names;
+}
+
+void add_nccl_tests_flags(CLI::App& command, CollectivesOptions& o) {
+  auto bytes = [&](const char* flags, uint64_t& value, const char* what) {
+    command.add_option(flags, value, what)
+        ->transform(size_value(false))
+        ->check(CLI::Range(uint64_t{4}, uint64_t{1} << 36));
+  };
+  bytes("-b,--minbytes", o.min_bytes, "Smallest size, e.g. 64K");
+  bytes("-e,--maxbytes", o.max_bytes, "Largest size");
+  command.add_option("-f,--stepfactor", o.factor, "Factor from one size to the next")
+      ->check(CLI::Range(2, 1 << 20));
+  command.add_option("-n,--iters", o.iterations, "Timed calls")->check(CLI::Range(1, 100000));
+  command.add_option("-w,--warmup_iters", o.warmup, "Warm-up calls")->check(CLI::Range(0, 1000000));
+  command.add_option("-c,--check", o.check, "0: do not check the results")->check(CLI::Range(0, 1));
+  command
+      .add_option("-a,--average", o.average,
+                  "Time of 0: rank 0, 1: the ranks' mean, 2: the fastest rank, 3: the slowest rank (default)")
+      ->check(CLI::Range(0, 3));
+  command
+      .add_option("-I,--per_iter_timing", o.per_iteration,
+                  "1: print minimum, maximum, p99 and deviation of the calls, and p50 and p99 of each rank")
+      ->check(CLI::Range(0, 1));
+  command
+      .add_option("-K,--per_iter_skip", o.skip, "Exclude the first calls from the statistics of the calls")
+      ->check(CLI::Range(0, 100000));
+  command
+      .add_option(
+          "-z,--blocking", o.blocking,
+          "After each call, 1: wait for the call and all ranks, 2: for the call, 3: as 1, without the "
+          "time of the wait for all ranks")
+      ->check(CLI::Range(0, 3));
+  command
+      .add_option("-u,--unalign", o.unalign, "Begin the buffer this many elements after an aligned address")
+      ->check(CLI::Range(0, 1 << 20));
+}
+
+void add_own_flags(CLI::App& command, CollectivesOptions& o) {
+  o.compression = {"fp32", "bf16", "fp8", "powersgd:rank=4"};
+  auto schedules = schedule_names();
+  schedules.emplace_back("nccl");
+  command
+      .add_option("--schedule", o.schedules,
+                  "Repeatable (default: all but nccl). nccl: NCCL's allreduce, for specs that send FP32")
+      ->check(CLI::IsMember(schedules));
+  command.add_option("--compression", o.compression, "Compression spec; repeatable");
+  command
+      .add_option("--transport", o.transports,
+                  "local (threads), tcp (processes) or nccl (processes with a GPU each); repeatable "
+                  "(default: local and tcp)")
+      ->check(CLI::IsMember({"local", "tcp", "nccl"}));
+  command.add_option("--ranks", o.ranks, "Number of ranks, unless a launcher started several")
+      ->check(CLI::Range(1, 256));
+  command.add_option("--per-node", o.per_node, "Ranks per node of hierarchical schedules")
+      ->check(CLI::Range(1, 256));
+  command
+      .add_option("--slice", o.slice_bytes,
+                  "Cut messages into slices of about this size, so that exchanges overlap with kernels; 0: "
+                  "no overlap")
+      ->transform(size_value(false))
+      ->check(CLI::Range(uint64_t{0}, uint64_t{1} << 36));
+  command.add_option("--device", o.device, "Device of local ranks")->check(CLI::IsMember({"host", "cuda"}));
+  command
+      .add_option("--rendezvous", o.rendezvous,
+                  "Rendezvous of launched ranks: tcp://host:port or file:///path (default: the launcher's)")
+      ->type_name("URL");
+  command.add_option("--timeout-s", o.timeout_s, "Time for which a rank waits for a peer")
+      ->check(CLI::PositiveNumber);
+  command.add_flag("--no-baseline", o.no_baseline, "Do not run the allreduce of gloo or NCCL");
+  command.add_flag("--child", o.child)->group("");
+  add_result_files(command, o.results);
 }
 
 }  // namespace gradwire::bench

@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
-#include "bench/commands/commands.h"
+#include "bench/commands/main.h"
 #include "bench/harness/result_files.h"
 #include "bench/harness/verdict.h"
 #include "runtime/util/error.h"

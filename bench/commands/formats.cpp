@@ -14,7 +14,7 @@
 #include "bench/cases/kernel_cases.h"
 #include "bench/cases/collective_case.h"
 #include "bench/cases/test_rows.h"
-#include "bench/commands/commands.h"
+#include "bench/commands/main.h"
 #include "bench/harness/measure.h"
 #include "bench/harness/result_files.h"
 #include "collectives/codec/examples.h"

@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "bench/cases/kernel_cases.h"
-#include "bench/commands/commands.h"
+#include "bench/commands/main.h"
 #include "bench/harness/result_files.h"
 #include "bench/harness/size_text.h"
 #include "runtime/threads/thread_pool.h"

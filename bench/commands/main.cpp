@@ -2,7 +2,7 @@
 #include <exception>
 #include <string>
 
-#include "bench/commands/commands.h"
+#include "bench/commands/main.h"
 #include "runtime/threads/resources.h"
 #include "runtime/util/error.h"
 #include "runtime/util/no_memory.h"

@@ -11,7 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
-#include "bench/commands/commands.h"
+#include "bench/commands/main.h"
 #include "collectives/communicator/local_ranks.h"
 #include "collectives/program/program.h"
 #include "collectives/spec/spec.h"

@@ -11,7 +11,7 @@
 
 #include "bench/baselines/pytorch_baseline.h"
 #include "bench/cases/collective_case.h"
-#include "bench/commands/commands.h"
+#include "bench/commands/main.h"
 #include "bench/harness/measure.h"
 #include "bench/harness/result_files.h"
 #include "collectives/codec/codec.h"

@@ -6,7 +6,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "bench/commands/commands.h"
+#include "bench/commands/main.h"
 #include "collectives/schedule/checker.h"
 #include "collectives/schedule/schedule.h"
 #include "kernels/wire/formats.h"

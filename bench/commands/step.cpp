@@ -11,7 +11,7 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
-#include "bench/commands/commands.h"
+#include "bench/commands/main.h"
 #include "bench/harness/measure.h"
 #include "bench/harness/result_files.h"
 #include "collectives/communicator/communicator.h"
