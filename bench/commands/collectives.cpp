@@ -18,7 +18,6 @@
 #include "bench/commands/main.h"
 #include "bench/harness/measure.h"
 #include "bench/harness/result_files.h"
-#include "bench/harness/size_text.h"
 #include "bench/harness/spawn.h"
 #include "collectives/agreement/all_gather.h"
 #include "collectives/communicator/local_ranks.h"

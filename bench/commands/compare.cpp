@@ -9,7 +9,6 @@
 
 #include "bench/commands/main.h"
 #include "bench/harness/result_files.h"
-#include "bench/harness/verdict.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "trainer/log/table.h"

@@ -14,7 +14,6 @@
 #include "bench/commands/main.h"
 #include "bench/harness/measure.h"
 #include "bench/harness/result_files.h"
-#include "bench/harness/size_text.h"
 #include "collectives/codec/codec.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/buckets.h"

@@ -8,7 +8,6 @@
 #include "bench/cases/kernel_cases.h"
 #include "bench/commands/main.h"
 #include "bench/harness/result_files.h"
-#include "bench/harness/size_text.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
 #include "trainer/cli/values.h"

@@ -1,24 +1,53 @@
 #include "bench/harness/measure.h"
 
-#ifdef GRADWIRE_HAS_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
+#include <dlfcn.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <fstream>
+#include <optional>
+#include <vector>
 
-#include "bench/harness/copy_loops.h"
+#include "kernels/simd/simd.h"
 #include "runtime/threads/cpus.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"
 
+#ifdef GRADWIRE_HAS_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#ifdef GRADWIRE_HAS_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace gradwire::bench {
+
+// Plain memory copies on the host, as the reference for the speed of kernels.
+
+// A loop that copies `bytes` bytes between 64-byte aligned addresses. `bytes` is a multiple of 64.
+struct CopyLoop {
+  const char* name;
+  void (*copy)(void* to, const void* from, int64_t bytes);
+};
+
+// Returns memcpy, plain vector stores and, if the machine supports them, non-temporal vector stores. An
+// ordinary store first reads its cache line, so a copy reaches at most two thirds of the bandwidth.
+std::vector<CopyLoop> copy_loops();
+
+// Copies on all host threads. Rounds `bytes` down to a multiple of 64.
+void copy_in_parallel(CopyLoop loop, void* to, const void* from, int64_t bytes);
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -226,6 +255,292 @@ std::vector<Device> devices_for(const std::string& flag) {
     throw BadInput(fmt::format("--device cuda: {}; use --device host", cuda_unavailable_reason()));
   }
   return {Device::cuda(0)};
+}
+
+namespace {
+
+constexpr int kMostSamples = 1'000'000;
+constexpr double kMostSeconds = 86400;
+
+[[noreturn]] void refuse(const std::string& text, const std::string& why) {
+  throw BadInput(fmt::format(
+      "--stop {}: {}; expected parts of error=0.5%,samples=10,min=0.5s,max=15s, a number of samples such as "
+      "20, or a time such as 50ms",
+      text, why));
+}
+
+// Returns a number before `unit`, or nullopt.
+std::optional<double> before(std::string_view text, std::string_view unit, double least, double most) {
+  if (!text.ends_with(unit)) return {};
+  return parse_number<double>(text.substr(0, text.size() - unit.size()), least, most);
+}
+
+std::optional<double> seconds(std::string_view text) {
+  if (const auto us = before(text, "us", 0, kMostSeconds * 1e6)) return *us / 1e6;
+  if (const auto ms = before(text, "ms", 0, kMostSeconds * 1e3)) return *ms / 1e3;
+  return before(text, "s", 0, kMostSeconds);
+}
+
+std::string time_text(double s) {
+  return s < 1 && s > 0 ? fmt::format("{:g}ms", s * 1e3) : fmt::format("{:g}s", s);
+}
+
+}  // namespace
+
+StopRule StopRule::parse(const std::string& text) {
+  StopRule rule;
+  if (const auto count = parse_number<int>(text, 1, kMostSamples)) {
+    rule.exactly = *count;
+    return rule;
+  }
+  if (const auto time = seconds(text)) {
+    rule.error = 0;
+    rule.samples = kLeastSamples;
+    rule.min_s = rule.max_s = *time;
+    return rule;
+  }
+  bool has_min = false;
+  const std::string_view all = text;
+  for (size_t begin = 0, comma = 0; comma != std::string_view::npos; begin = comma + 1) {
+    comma = all.find(',', begin);
+    const std::string_view part = all.substr(begin, comma - begin);
+    const size_t equals = part.find('=');
+    const std::string_view key = part.substr(0, equals);
+    const std::string_view value =
+        equals == std::string_view::npos ? std::string_view() : part.substr(equals + 1);
+    if (const auto percent = before(value, "%", 0, 100); key == "error" && percent) {
+      rule.error = *percent / 100;
+    } else if (const auto count = parse_number<int>(value, kLeastSamples, kMostSamples);
+               key == "samples" && count) {
+      rule.samples = *count;
+    } else if (const auto time = seconds(value); (key == "min" || key == "max") && time) {
+      (key == "min" ? rule.min_s : rule.max_s) = *time;
+      has_min = has_min || key == "min";
+    } else {
+      refuse(text, fmt::format("'{}' is not a part of a rule", part));
+    }
+  }
+  if (!has_min) rule.min_s = std::min(rule.min_s, rule.max_s);
+  if (rule.min_s > rule.max_s) refuse(text, "min is more than max");
+  return rule;
+}
+
+std::string StopRule::to_string() const {
+  if (exactly > 0) return fmt::to_string(exactly);
+  if (error == 0 && samples == kLeastSamples && min_s == max_s) return time_text(max_s);
+  return fmt::format("error={:g}%,samples={},min={},max={}", error * 100, samples, time_text(min_s),
+                     time_text(max_s));
+}
+
+const char* name(Stopped stopped) {
+  return stopped == Stopped::error ? "error" : stopped == Stopped::time ? "time" : "samples";
+}
+
+void Samples::add(double us) {
+  us_.push_back(us);
+  const double difference = us - mean_;
+  mean_ += difference / static_cast<double>(us_.size());
+  squares_ += difference * (us - mean_);
+}
+
+double Samples::relative_deviation() const {
+  if (us_.size() < 2 || mean_ <= 0) return 0;
+  return std::sqrt(squares_ / static_cast<double>(us_.size() - 1)) / mean_;
+}
+
+bool Samples::done(const StopRule& rule, double elapsed_s) {
+  const auto n = static_cast<int>(us_.size());
+  if (rule.exactly > 0) return n >= rule.exactly;
+  if (n < StopRule::kLeastSamples) return false;
+  if (elapsed_s >= rule.max_s || n >= kMostSamples) {
+    stopped_ = Stopped::time;
+    return true;
+  }
+  if (n < rule.samples || elapsed_s < rule.min_s) return false;
+  if (relative_deviation() > rule.error * std::sqrt(n)) return false;
+  stopped_ = Stopped::error;
+  return true;
+}
+
+Timing Samples::timing() const {
+  if (us_.empty()) return {};
+  std::vector<double> sorted = us_;
+  std::sort(sorted.begin(), sorted.end());
+  Timing timing;
+  timing.n = static_cast<int>(sorted.size());
+  timing.min_us = sorted[0];
+  timing.q1_us = quantile(sorted, 0.25);
+  timing.median_us = quantile(sorted, 0.5);
+  timing.q3_us = quantile(sorted, 0.75);
+  timing.noise = relative_deviation();
+  timing.stopped = stopped_;
+  return timing;
+}
+
+double quantile(const std::vector<double>& sorted, double p) {
+  const double at = p * static_cast<double>(sorted.size() - 1);
+  const auto below = static_cast<size_t>(at);
+  const size_t above = std::min(below + 1, sorted.size() - 1);
+  return sorted[below] + (at - static_cast<double>(below)) * (sorted[above] - sorted[below]);
+}
+
+double percentile(const std::vector<double>& sorted, int percent) {
+  const size_t rank = (sorted.size() * static_cast<size_t>(percent) + 99) / 100;
+  return sorted[std::max<size_t>(rank, 1) - 1];
+}
+
+Timing summarize(const std::vector<double>& samples_us) {
+  Samples samples;
+  for (double us : samples_us) samples.add(us);
+  return samples.timing();
+}
+
+std::string throttle_text(uint64_t reasons) {
+  // NVML's bits nvmlClocksEventReason...; 0x1 is an idle GPU.
+  constexpr struct {
+    uint64_t bit;
+    const char* text;
+  } kReasons[] = {{0x2, "application clocks"}, {0x4, "power cap"},       {0x8, "hardware slowdown"},
+                  {0x10, "sync boost"},        {0x20, "thermal"},        {0x40, "hardware thermal"},
+                  {0x80, "power brake"},       {0x100, "display clocks"}};
+  std::string text;
+  for (const auto& reason : kReasons) {
+    if ((reasons & reason.bit) != 0) text += fmt::format("{}{}", text.empty() ? "" : ", ", reason.text);
+  }
+  return text.empty() ? "none" : text;
+}
+
+#ifdef GRADWIRE_HAS_CUDA
+
+// The functions of libnvidia-ml.so.1. Their signatures are stable; 0 is success.
+struct SmClock::Nvml {
+  void* library = nullptr;
+  void* device = nullptr;
+  int (*shutdown)() = nullptr;
+  int (*clock)(void*, int, unsigned*) = nullptr;
+  int (*reasons)(void*, unsigned long long*) = nullptr;
+
+  template <typename Function>
+  bool find(Function& function, const char* name) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+    return function != nullptr;
+  }
+
+  // Returns whether NVML knows the GPU. CUDA and NVML number GPUs differently, so the bus address selects it.
+  bool open(int index) {
+    library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) return false;
+    int (*init)() = nullptr;
+    int (*by_bus)(const char*, void**) = nullptr;
+    char bus[32] = {};
+    if (!find(init, "nvmlInit_v2") || !find(by_bus, "nvmlDeviceGetHandleByPciBusId_v2") ||
+        !find(clock, "nvmlDeviceGetClockInfo") ||
+        !find(reasons, "nvmlDeviceGetCurrentClocksThrottleReasons") || init() != 0) {
+      return false;
+    }
+    find(shutdown, "nvmlShutdown");
+    return cudaDeviceGetPCIBusId(bus, sizeof bus, index) == cudaSuccess && by_bus(bus, &device) == 0;
+  }
+  ~Nvml() {
+    if (shutdown != nullptr) shutdown();
+    if (library != nullptr) dlclose(library);
+  }
+};
+
+SmClock::SmClock(Device device) {
+  if (!device.is_cuda()) return;
+  nvml_ = new Nvml;
+  if (nvml_->open(device.index)) return;
+  cudaGetLastError();  // clear the sticky error
+  delete nvml_;
+  nvml_ = nullptr;
+}
+
+SmClock::~SmClock() {
+  delete nvml_;
+}
+
+void SmClock::read() {
+  constexpr int kSm = 1;  // NVML_CLOCK_SM
+  unsigned mhz = 0;
+  unsigned long long reasons = 0;
+  if (nvml_->clock(nvml_->device, kSm, &mhz) != 0 || nvml_->reasons(nvml_->device, &reasons) != 0) return;
+  sum_mhz_ += mhz;
+  reasons_ |= reasons;
+  ++readings_;
+}
+
+#else
+
+struct SmClock::Nvml {};
+SmClock::SmClock(Device) {}
+SmClock::~SmClock() = default;
+void SmClock::read() {}
+
+#endif
+
+void SmClock::sample() {
+  constexpr std::chrono::milliseconds kApart{20};
+  if (nvml_ == nullptr) return;
+  const auto now = std::chrono::steady_clock::now();
+  if (readings_ > 0 && now - last_ < kApart) return;
+  last_ = now;
+  read();
+}
+
+void SmClock::report(Timing& timing) {
+  if (readings_ > 0) {
+    timing.sm_mhz = sum_mhz_ / readings_;
+    timing.throttled = throttle_text(reasons_);
+  }
+  sum_mhz_ = 0;
+  reasons_ = 0;
+  readings_ = 0;
+}
+
+namespace {
+
+void with_memcpy(void* to, const void* from, int64_t bytes) {
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
+GW_SIMD void with_vectors(void* to, const void* from, int64_t bytes) {
+  auto* out = static_cast<float*>(to);
+  auto* in = static_cast<const float*>(from);
+  // The compiler turns a plain loop into a call of memcpy, but does not replace a loop over vectors.
+  using Vector [[gnu::vector_size(64), gnu::may_alias]] = float;
+  for (int64_t i = 0; i < bytes / 4; i += 16) {
+    *reinterpret_cast<Vector*>(out + i) = *reinterpret_cast<const Vector*>(in + i);
+  }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx"))) void non_temporal(void* to, const void* from, int64_t bytes) {
+  auto* out = static_cast<float*>(to);
+  auto* in = static_cast<const float*>(from);
+  for (int64_t i = 0; i < bytes / 4; i += 16) {
+    _mm256_stream_ps(out + i, _mm256_load_ps(in + i));
+    _mm256_stream_ps(out + i + 8, _mm256_load_ps(in + i + 8));
+  }
+  _mm_sfence();
+}
+#endif
+
+}  // namespace
+
+std::vector<CopyLoop> copy_loops() {
+  std::vector<CopyLoop> loops = {{"memcpy", with_memcpy}, {"vector stores", with_vectors}};
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx")) loops.push_back({"non-temporal stores", non_temporal});
+#endif
+  return loops;
+}
+
+void copy_in_parallel(CopyLoop loop, void* to, const void* from, int64_t bytes) {
+  const int64_t grain = std::clamp<int64_t>(bytes / host_threads() / 64 * 64, 64 << 10, 1 << 20);
+  parallel_for(bytes / 64 * 64, grain, [=](int64_t begin, int64_t end) {
+    loop.copy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin, end - begin);
+  });
 }
 
 }  // namespace gradwire::bench
