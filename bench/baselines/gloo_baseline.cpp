@@ -17,7 +17,7 @@
 #include <map>
 #include <vector>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "runtime/util/error.h"
 
 namespace gradwire::bench {

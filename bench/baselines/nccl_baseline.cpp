@@ -8,7 +8,7 @@
 #include <chrono>
 #include <vector>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/transport/nccl/nccl_api.h"
 #include "runtime/util/error.h"
 

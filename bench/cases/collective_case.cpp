@@ -10,7 +10,7 @@
 #include <numeric>
 #include <vector>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/codec/codec.h"
 #include "collectives/reducer/buckets.h"
 #include "kernels/math/random.h"

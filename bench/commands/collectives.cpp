@@ -19,7 +19,7 @@
 #include "bench/harness/measure.h"
 #include "bench/harness/result_files.h"
 #include "bench/harness/spawn.h"
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/communicator/local_ranks.h"
 #include "collectives/reducer/reducer.h"
 #include "collectives/schedule/schedule.h"

@@ -3,9 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/transport/transport.h"
+#include "runtime/device/unwinding.h"
 #include "runtime/util/error.h"
 #include "runtime/util/mix.h"
 
@@ -59,6 +62,117 @@ void agree_on(Transport& transport, const Stream& stream, const std::vector<std:
                                        texts[0].c_str(), texts[odd].c_str(), odd);
   transport.abort(text);
   throw CommError(fmt::format("rank {}: {}", transport.rank(), text));
+}
+
+std::vector<std::string> all_gather_bytes(Transport& transport, const Stream& stream, std::string_view mine,
+                                          const std::string& what) {
+  const int world = transport.world(), rank = transport.rank();
+  const size_t bytes = mine.size();
+  const auto count = static_cast<int64_t>(bytes);
+  Buffer all = make_buffer<char>(transport.device(), count * world);
+  const auto part = [&](int of) { return all.as<char>() + of * count; };
+  std::vector<Transfer> transfers;
+  for (int peer = 0; peer < world && bytes > 0; ++peer) {
+    if (peer == rank) continue;
+    transfers.push_back({Transfer::Kind::send, peer, part(rank), bytes});
+    transfers.push_back({Transfer::Kind::receive, peer, part(peer), bytes});
+  }
+  const ExchangeLabel label{mix(mix(0x616c6c, static_cast<uint64_t>(count)), what), what};
+  const Call call{label.tag, what};
+  const FinishOnError finish(stream);
+  copy(stream, part(rank), mine.data(), bytes);
+  transport.begin_call(stream, call);
+  transport.exchange(stream, transfers, label);
+  const std::vector<char> flat = to_host(stream, all.as<const char>(), count * world);
+  transport.check();
+  std::vector<std::string> result;
+  for (int r = 0; r < world; ++r)
+    result.emplace_back(flat.begin() + r * count, flat.begin() + (r + 1) * count);
+  return result;
+}
+
+// Cristian's algorithm: a rank asks rank 0 for the time. Rank 0's answer was correct at some moment between
+// the request and the reply.
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kTries = 8;
+
+class TimeExchange {
+ public:
+  explicit TimeExchange(Transport& transport)
+      : transport_(transport),
+        stream_(transport.device().is_host() ? Stream::immediate_host()
+                                             : Stream::create(transport.device(), "clock alignment")),
+        value_(make_buffer<int64_t>(transport.device(), 1)) {
+    fill_zero(stream_, value_.data(), value_.bytes());
+    transport_.begin_call(stream_, call_);
+  }
+
+  int64_t receive(int from) {
+    exchange({Transfer::Kind::receive, from, value_.data(), value_.bytes()});
+    return to_host(stream_, value_.as<const int64_t>(), 1)[0];
+  }
+  void send(int to, int64_t value) {
+    store(stream_, value_.data(), &value, sizeof value);
+    exchange({Transfer::Kind::send, to, value_.data(), value_.bytes()});
+    stream_.synchronize();
+  }
+  void check() { transport_.check(); }
+
+ private:
+  void exchange(const Transfer& transfer) {
+    transfers_ = {transfer};
+    transport_.exchange(stream_, transfers_, label_);
+    stream_.synchronize();
+  }
+
+  Transport& transport_;
+  const Call call_{0x636c6f636b, "agreeing on the time"};
+  const ExchangeLabel label_{call_.hash, call_.what};
+  std::vector<Transfer> transfers_;
+  Stream stream_;
+  Buffer value_;
+};
+
+}  // namespace
+
+SharedInstant agree_on_instant(Transport& transport, const std::function<Clock::time_point()>& now) {
+  auto now_ns = [&] {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now().time_since_epoch()).count();
+  };
+  const int64_t start = now_ns();
+  auto instant = [](int64_t ns) { return Clock::time_point(std::chrono::nanoseconds(ns)); };
+  if (transport.world() == 1) return {instant(start), 0};
+  TimeExchange exchange(transport);
+  if (transport.rank() == 0) {
+    for (int rank = 1; rank < transport.world(); ++rank) {
+      for (int i = 0; i < kTries; ++i) {
+        exchange.receive(rank);
+        exchange.send(rank, now_ns());
+      }
+      exchange.send(rank, start);
+    }
+    exchange.check();
+    return {instant(start), 0};
+  }
+  // ahead: how far rank 0's clock is ahead of this rank's clock, in nanoseconds
+  int64_t round_trip = std::numeric_limits<int64_t>::max(), ahead = 0;
+  for (int i = 0; i < kTries; ++i) {
+    const int64_t asked = now_ns();
+    exchange.send(0, asked);
+    const int64_t theirs = exchange.receive(0);
+    const int64_t answered = now_ns();
+    if (answered - asked >= round_trip) continue;
+    round_trip = answered - asked;
+    ahead = theirs - (asked + round_trip / 2);
+  }
+  const int64_t theirs = exchange.receive(0);
+  exchange.check();
+  if (std::abs(ahead) <= round_trip / 2) return {instant(theirs), 0};
+  return {instant(theirs - ahead), static_cast<double>(round_trip) / 2e3};
 }
 
 }  // namespace gradwire

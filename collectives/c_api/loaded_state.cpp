@@ -5,7 +5,7 @@
 #include <map>
 #include <tuple>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/c_api/reducer.h"
 #include "kernels/wire/fp16.h"
 #include "runtime/util/error.h"

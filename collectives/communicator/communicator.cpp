@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/transport/local/local.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/tcp/tcp.h"

@@ -6,7 +6,7 @@
 #include <chrono>
 #include <limits>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "runtime/device/unwinding.h"
 #include "runtime/util/mix.h"
 

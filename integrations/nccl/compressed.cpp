@@ -3,7 +3,7 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/codec/codec.h"
 #include "collectives/codec/residual.h"
 #include "collectives/transport/transport.h"

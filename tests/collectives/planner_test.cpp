@@ -4,7 +4,7 @@
 
 #include <gtest/gtest.h>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/communicator/local_ranks.h"
 #include "collectives/program/program.h"
 #include "collectives/reducer/reducer.h"

@@ -1,5 +1,5 @@
 // The shared clock: all ranks agree on the time.
-#include "collectives/agreement/shared_clock.h"
+#include "collectives/agreement/statements.h"
 
 #include <gtest/gtest.h>
 

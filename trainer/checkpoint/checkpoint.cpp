@@ -10,7 +10,7 @@
 #include <random>
 #include <set>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "runtime/device/unwinding.h"
 #include "runtime/util/error.h"
 #include "trainer/checkpoint/folder.h"

@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <set>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/codec/examples.h"
 #include "collectives/communicator/communicator.h"
 #include "runtime/util/error.h"

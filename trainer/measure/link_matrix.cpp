@@ -4,7 +4,7 @@
 #include <chrono>
 #include <limits>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/transport/transport.h"
 #include "runtime/device/unwinding.h"
 

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cmath>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/communicator/local_ranks.h"
 #include "collectives/transport/planned.h"
 #include "kernels/math/random.h"

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/transport/transport.h"
 #include "runtime/device/nvtx.h"
 

@@ -8,7 +8,7 @@
 #include <limits>
 #include <numeric>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/net/rendezvous.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"

@@ -3,7 +3,7 @@
 #include <chrono>
 #include <optional>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "trainer/measure/encode_error.h"
 #include "trainer/train/choose_compression.h"
 #include "trainer/train/layout.h"

@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "collectives/agreement/shared_clock.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/reducer.h"
 #include "runtime/trace/trace.h"

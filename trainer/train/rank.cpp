@@ -6,7 +6,7 @@
 #include <cmath>
 #include <string>
 
-#include "collectives/agreement/all_gather.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/transport/transport.h"
 #include "runtime/util/error.h"
 #include "runtime/util/signals.h"

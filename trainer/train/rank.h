@@ -12,7 +12,7 @@
 #include <span>
 #include <vector>
 
-#include "collectives/agreement/shared_clock.h"
+#include "collectives/agreement/statements.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/reducer.h"
 #include "runtime/device/device.h"
