@@ -29,7 +29,7 @@ if ! command -v "$clang" > /dev/null; then
   exit 1
 fi
 readers=(
-  collectives/c_api/saved_state.cpp collectives/c_api/state.cpp collectives/net/handshake.cpp
+  collectives/c_api/state.cpp collectives/c_api/state.cpp collectives/net/handshake.cpp
   collectives/net/joiner.cpp collectives/net/message.cpp collectives/net/store.cpp
   collectives/net/survivors.cpp collectives/spec/spec.cpp kernels/gemm/tuning.cpp
   trainer/checkpoint/checkpoint.cpp trainer/checkpoint/folder.cpp trainer/checkpoint/safetensors.cpp

@@ -6,10 +6,7 @@
 #include <numeric>
 
 #include "collectives/c_api/comm.h"
-#include "collectives/c_api/dtypes.h"
 #include "collectives/c_api/errors.h"
-#include "collectives/c_api/request.h"
-#include "collectives/c_api/text.h"
 #include "collectives/codec/codec.h"
 #include "collectives/codec/residual.h"
 #include "collectives/plan/planner.h"

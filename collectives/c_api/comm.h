@@ -2,9 +2,11 @@
 // programs of the collectives on the caller's memory.
 #pragma once
 
+#include <gradwire/gradwire.h>
 #include <sys/types.h>
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
@@ -13,11 +15,12 @@
 #include <string>
 #include <vector>
 
-#include <gradwire/gradwire.h>
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/cache.h"
 #include "collectives/spec/spec.h"
 #include "runtime/device/device.h"
+#include "runtime/threads/running_clock.h"
+#include "runtime/util/version.h"
 
 namespace gradwire::c_api {
 
@@ -114,5 +117,78 @@ struct LockedComm {
 // all ranks have joined.
 std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank, int world, Device device,
                                                std::chrono::milliseconds timeout);
+
+// Creates communicators, for gw_comm_create() and for calls that make one communicator from another.
+
+// The description of this library that ranks compare when they join: another version may compute other bits.
+constexpr const char* kAbout = "Gradwire " GRADWIRE_VERSION;
+
+// Creates or joins a group. Returns this rank's communicator. Throws BadInput for invalid options.
+std::unique_ptr<Communicator> create(const gw_comm_options& options);
+
+std::chrono::milliseconds checked_timeout(int64_t timeout_ms);
+
+// Lets another thread cancel this thread's waits; see RunningClock::cancel_by().
+class CancelledBy {
+ public:
+  explicit CancelledBy(const volatile int32_t* flag) { RunningClock::cancel_by(flag); }
+  ~CancelledBy() { RunningClock::cancel_by(nullptr); }
+  CancelledBy(const CancelledBy&) = delete;
+  // Throws CommError if this thread's flag is already set, because the flag does not cancel waits that begin
+  // later.
+  static void refuse();
+};
+
+// The object behind a gw_request: a collective call on the host that returned before its result was ready.
+
+struct ApiRequest {
+  explicit ApiRequest(std::shared_ptr<ApiComm> comm);
+
+  // Marks the end of the call's work on `stream`. Call start() once all work of the call is enqueued.
+  void start(const Stream& stream);
+  bool in_flight() const { return !done_.query(); }
+  // Blocks until the call is done, or until `deadline`. Returns whether the call is done. Throws the error of
+  // a failed call.
+  bool wait_until(std::chrono::steady_clock::time_point deadline) const;
+
+  // Blocks until the call no longer uses the caller's memory. Never throws.
+  void finish() const;
+
+  const std::shared_ptr<ApiComm> comm;
+
+ private:
+  Event done_;
+};
+
+// Creates the request of a call that holds a communicator's lock. Does nothing if `out` is null.
+class CallRequest {
+ public:
+  CallRequest(const std::shared_ptr<ApiComm>& comm, gw_request* out);
+  ~CallRequest();
+  CallRequest(const CallRequest&) = delete;
+  // Writes the handle to `out`. Call start() once all work of the call is enqueued.
+  void start();
+  const std::shared_ptr<ApiRequest>& get() const { return request_; }
+
+ private:
+  ApiComm& comm_;
+  gw_request* const out_;
+  std::shared_ptr<ApiRequest> request_;
+  gw_request handle_ = nullptr;  // null: the caller owns the handle
+};
+
+// A collective call on a live communicator, and its options.
+struct LockedCall {
+  LockedCall(gw_comm handle, const gw_call_options* options);
+  ApiComm& operator*() const { return *held.comm; }
+  ApiComm* operator->() const { return held.comm.get(); }
+  // Throws BadInput if the options have a residual, which `function` does not use.
+  void refuse_residual(const char* function) const;
+
+  const LockedComm held;
+  const gw_call_options options;
+  const std::string tag;
+  CallRequest request;
+};
 
 }  // namespace gradwire::c_api

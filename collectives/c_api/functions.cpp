@@ -1,19 +1,18 @@
 // The functions of gradwire.h: each checks its arguments and handles, takes the lock, and forwards.
+#include "collectives/c_api/functions.h"
+
 #include <fmt/format.h>
+#include <gradwire/gradwire.h>
 
 #include <algorithm>
 #include <utility>
 
-#include <gradwire/gradwire.h>
 #include "collectives/c_api/comm.h"
-#include "collectives/c_api/create.h"
 #include "collectives/c_api/errors.h"
-#include "collectives/c_api/handles.h"
 #include "collectives/c_api/reducer.h"
-#include "collectives/c_api/request.h"
-#include "collectives/c_api/structs.h"
-#include "collectives/c_api/text.h"
+#include "collectives/spec/spec.h"
 #include "collectives/transport/transport.h"
+#include "kernels/wire/registered.h"
 
 namespace {
 
@@ -235,3 +234,20 @@ gw_status gw_reducer_destroy(gw_reducer reducer) {
 }
 
 }  // extern "C"
+// gw_format_register(): wire formats of the calling program.
+
+extern "C" gw_status gw_format_register(const gw_format* format) {
+  using namespace gradwire;
+  using c_api::require;
+  return c_api::guarded(__func__, [&] {
+    require(format != nullptr, "format is null");
+    const auto f = c_api::read_struct<gw_format>(format, "gw_format");
+    require(f.name != nullptr, "gw_format.name is null");
+    const std::string name = f.name;
+    require(!CompressionSpec::is_codec(name),
+            "wire format '{0}': specs know a codec as {0}; choose another name", name);
+    require(f.encode != nullptr, "wire format '{}': encode is null", name);
+    require(f.decode != nullptr, "wire format '{}': decode is null", name);
+    register_wire_format(name, f.block, f.bytes, {.encode = f.encode, .decode = f.decode, .user = f.user});
+  });
+}

@@ -1,7 +1,7 @@
 // Tests that the C ABI's states hold all state of a codec, of any kind and type, and resume training bit for
 // bit.
 #include "tests/support/own_codec.h"
-#include "collectives/c_api/handles.h"
+#include "collectives/c_api/errors.h"
 #include "collectives/c_api/reducer.h"
 #include "tests/capi/ranks.h"
 
