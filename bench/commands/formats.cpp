@@ -17,7 +17,7 @@
 #include "bench/commands/main.h"
 #include "bench/harness/measure.h"
 #include "bench/harness/result_files.h"
-#include "collectives/codec/examples.h"
+#include "collectives/codec/codec.h"
 #include "runtime/util/error.h"
 #include "trainer/cli/values.h"
 #include "trainer/log/table.h"

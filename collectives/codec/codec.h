@@ -5,19 +5,68 @@
 // the benchmarks then use the codec through its spec string.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "collectives/codec/residual.h"
-#include "collectives/codec/tensor_state.h"
 #include "collectives/plan/planner.h"
 #include "collectives/program/program.h"
 #include "collectives/schedule/schedule.h"
 #include "collectives/spec/spec.h"
 #include "collectives/transport/transport.h"
+#include "runtime/device/device.h"
+#include "runtime/device/dtype.h"
+#include "runtime/util/shape.h"
 
 namespace gradwire {
+
+// A tensor's state in a codec between steps, for checkpoints (the C ABI's states, the trainer's files).
+
+class Residual;
+
+// Kind of the residual of error feedback: FP32, shaped as the tensor. Only the sum over the ranks matters, so
+// residuals are added up when the world shrinks, and a missing residual counts as zero.
+inline constexpr const char* kResidualKind = "residual";
+
+struct TensorState {
+  int tensor = 0;  // index as registered with the reducer
+  // Unique per tensor; letters, digits and '_': "residual", "factor".
+  std::string kind = {};
+  DType dtype = DType::f32;
+  // Address of the state on the device; null: the state is stored in `residual` from element `first` on.
+  void* data = nullptr;
+  const Residual* residual = nullptr;
+  int64_t first = 0;
+  std::vector<int64_t> shape = {};  // for readers of a checkpoint
+  // True if all ranks have the same bits, so that a checkpoint holds the state once. Otherwise the state
+  // belongs to this rank and, except for residuals, is reset when the world size changes.
+  bool same_on_all_ranks = false;
+
+  int64_t count() const { return element_count(shape); }
+  int64_t bytes() const { return count() * bytes_of(dtype); }
+
+  // Enqueue a copy to host memory, and a copy from host memory. May be called only between steps. To restore
+  // the bits that read() returned for every state of a reducer, clear all states and then write each state as
+  // a whole.
+  void read(const Stream& stream, size_t first_byte, std::span<std::byte> to) const;
+  void write(const Stream& stream, size_t first_byte, std::span<const std::byte> from) const;
+  void clear(const Stream& stream) const;
+};
+
+// Returns whether `world` ranks load this state, which `saved_world` ranks saved. If the world sizes differ,
+// state that is neither replicated nor summable is reset.
+inline bool is_loaded(const std::string& kind, bool same_on_all_ranks, int saved_world, int world) {
+  return saved_world == world || same_on_all_ranks || kind == kResidualKind;
+}
+// Returns the ranks of the saved world whose residuals `rank` of `world` ranks adds up: rank, rank + world,
+// ... So the sum over all ranks is unchanged. Empty for an additional rank.
+std::vector<int> merged_ranks(int rank, int world, int saved_world);
+// Adds a residual to `sum`; an empty sum counts as zero.
+void add_residual(std::vector<float>& sum, const std::vector<float>& residual);
 
 // A tensor's position in a bucket.
 struct BucketTensor {
@@ -132,5 +181,33 @@ std::unique_ptr<Codec> make_wire_codec(const BucketContext& context);
 int powersgd_rank(const CompressionSpec& spec, int64_t rows, int64_t cols);
 std::unique_ptr<Codec> make_powersgd_codec(const BucketContext& context);
 std::unique_ptr<Codec> make_randk_codec(const BucketContext& context);
+
+// Lists of specs for benchmarks and `gradwire compare --compression shelf`. Wire formats are included
+// automatically. The practical choices of a new codec must be added here.
+
+// Returns every wire format with default options and, if supported, with stochastic rounding.
+inline std::vector<std::string> format_specs() {
+  std::vector<std::string> all;
+  for (Wire wire : wire_formats()) {
+    CompressionSpec spec = CompressionSpec::parse(wire->name);
+    all.push_back(spec.to_string());
+    if (!wire->stochastic || spec.rounding == Rounding::stochastic) continue;
+    spec.rounding = Rounding::stochastic;
+    all.push_back(spec.to_string());
+  }
+  return all;
+}
+
+// Returns the practical choices, `--compression shelf`: every format with default options, and the options
+// that change the trade-off.
+inline std::vector<std::string> shelf_specs() {
+  std::vector<std::string> all;
+  for (Wire wire : wire_formats()) all.emplace_back(wire->name);
+  for (const char* spec : {"int4:rotate=hadamard", "eden:bits=2", "eden:bits=1", "topk:k=41",
+                           "topk:k=41,values=int2", "powersgd:rank=1", "powersgd:rank=4", "powersgd:rank=16",
+                           "powersgd:rank=4,alternate=on", "randk:ratio=0.1", "randk:ratio=0.01"})
+    all.emplace_back(spec);
+  return all;
+}
 
 }  // namespace gradwire

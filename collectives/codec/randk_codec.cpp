@@ -15,7 +15,7 @@
 #include <algorithm>
 
 #include "collectives/codec/codec.h"
-#include "collectives/codec/dense.h"
+#include "collectives/codec/policy_codec.h"
 #include "kernels/randk/randk.h"
 
 namespace gradwire {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/codec/examples.h"
+#include "collectives/codec/codec.h"
 #include "tests/support/schedules.h"
 
 namespace gradwire {

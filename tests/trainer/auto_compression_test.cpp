@@ -10,7 +10,7 @@
 #include <limits>
 #include <random>
 
-#include "collectives/codec/dense.h"
+#include "collectives/codec/policy_codec.h"
 #include "collectives/communicator/local_ranks.h"
 #include "tests/support/expect.h"
 #include "tests/trainer/files.h"

@@ -7,7 +7,7 @@
 #include <set>
 
 #include "collectives/agreement/statements.h"
-#include "collectives/codec/examples.h"
+#include "collectives/codec/codec.h"
 #include "collectives/communicator/communicator.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"

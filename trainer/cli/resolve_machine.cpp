@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "collectives/codec/dense.h"
+#include "collectives/codec/policy_codec.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "runtime/threads/thread_pool.h"

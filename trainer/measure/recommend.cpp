@@ -7,7 +7,7 @@
 #include <numbers>
 
 #include "collectives/codec/codec.h"
-#include "collectives/codec/dense.h"
+#include "collectives/codec/policy_codec.h"
 #include "collectives/plan/planner.h"
 #include "collectives/program/program.h"
 #include "runtime/util/error.h"

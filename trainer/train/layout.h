@@ -4,7 +4,7 @@
 #include <iterator>
 #include <vector>
 
-#include "collectives/codec/dense.h"
+#include "collectives/codec/policy_codec.h"
 #include "collectives/reducer/reducer.h"
 #include "trainer/model/parameters.h"
 #include "trainer/model/vit_passes.h"

@@ -8,7 +8,7 @@
 #include <filesystem>
 #include <limits>
 
-#include "collectives/codec/dense.h"
+#include "collectives/codec/policy_codec.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "runtime/util/output_file.h"
