@@ -20,7 +20,7 @@
 #include "bench/harness/result_files.h"
 #include "bench/harness/spawn.h"
 #include "collectives/agreement/statements.h"
-#include "collectives/communicator/local_ranks.h"
+#include "collectives/communicator/communicator.h"
 #include "collectives/reducer/reducer.h"
 #include "collectives/schedule/schedule.h"
 #include "collectives/transport/nccl/nccl.h"

@@ -12,7 +12,7 @@
 #include <random>
 
 #include "bench/commands/main.h"
-#include "collectives/communicator/local_ranks.h"
+#include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
 #include "collectives/spec/spec.h"
 #include "runtime/util/error.h"

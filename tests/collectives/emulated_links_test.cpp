@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/communicator/local_ranks.h"
+#include "collectives/communicator/communicator.h"
 #include "collectives/transport/tcp/tcp_links.h"
 #include "runtime/util/error.h"
 #include "tests/support/expect.h"

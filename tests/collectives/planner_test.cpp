@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "collectives/agreement/statements.h"
-#include "collectives/communicator/local_ranks.h"
+#include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
 #include "collectives/reducer/reducer.h"
 #include "collectives/transport/local/local.h"

@@ -11,7 +11,7 @@
 #include <random>
 
 #include "collectives/codec/policy_codec.h"
-#include "collectives/communicator/local_ranks.h"
+#include "collectives/communicator/communicator.h"
 #include "tests/support/expect.h"
 #include "tests/trainer/files.h"
 #include "trainer/log/console.h"

@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "collectives/communicator/local_ranks.h"
+#include "collectives/communicator/communicator.h"
 #include "runtime/util/error.h"
 #include "tests/trainer/files.h"
 #include "trainer/log/table.h"

@@ -10,7 +10,7 @@
 #include <tuple>
 #include <utility>
 
-#include "collectives/communicator/local_ranks.h"
+#include "collectives/communicator/communicator.h"
 #include "tests/support/expect.h"
 #include "tests/trainer/runs.h"
 #include "trainer/train/choose_compression.h"

@@ -4,7 +4,7 @@
 #include <exception>
 #include <span>
 
-#include "collectives/communicator/local_ranks.h"
+#include "collectives/communicator/communicator.h"
 #include "collectives/reducer/relative_error.h"
 
 namespace gradwire {

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "collectives/agreement/statements.h"
-#include "collectives/communicator/local_ranks.h"
+#include "collectives/communicator/communicator.h"
 #include "collectives/transport/planned.h"
 #include "kernels/math/random.h"
 #include "trainer/measure/dense_buckets.h"

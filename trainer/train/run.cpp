@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/communicator/local_ranks.h"
 #include "collectives/net/joiner.h"
 #include "runtime/device/memory_use.h"
 #include "runtime/threads/resources.h"
