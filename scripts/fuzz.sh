@@ -30,8 +30,8 @@ if ! command -v "$clang" > /dev/null; then
 fi
 readers=(
   collectives/c_api/state.cpp collectives/c_api/state.cpp collectives/net/handshake.cpp
-  collectives/net/joiner.cpp collectives/net/message.cpp collectives/net/store.cpp
-  collectives/net/survivors.cpp collectives/spec/spec.cpp kernels/gemm/tuning.cpp
+  collectives/net/membership.cpp collectives/net/socket.cpp collectives/net/store.cpp
+  collectives/net/quorum.cpp collectives/spec/spec.cpp kernels/gemm/tuning.cpp
   trainer/checkpoint/checkpoint.cpp trainer/checkpoint/folder.cpp trainer/checkpoint/safetensors.cpp
   trainer/config/config.cpp trainer/data/cifar10.cpp trainer/data/fashion_mnist.cpp trainer/data/dataset_file.cpp
   trainer/log/earlier_run.cpp trainer/log/live_run.cpp trainer/log/records.cpp trainer/log/stragglers.cpp

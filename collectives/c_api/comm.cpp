@@ -15,10 +15,10 @@
 
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/functions.h"
-#include "collectives/net/interfaces.h"
+#include "collectives/net/reach.h"
 #include "collectives/net/listener.h"
-#include "collectives/net/rendezvous.h"
-#include "collectives/net/secret.h"
+#include "collectives/net/store.h"
+#include "collectives/net/handshake.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/tcp/tcp.h"
 #include "collectives/transport/transport.h"

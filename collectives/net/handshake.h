@@ -11,16 +11,44 @@
 // listener is not detected. Later bytes on the connection are neither encrypted nor authenticated.
 #pragma once
 
+#include <array>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
 #include <utility>
 
-#include "collectives/net/sha256.h"
 #include "collectives/net/socket.h"
 
 namespace gradwire {
+
+// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104). Implemented here instead of taken from a library: a
+// program that links another version of the library could replace the library's functions (see
+// tests/capi/capture_test.py).
+
+using Digest = std::array<uint8_t, 32>;
+
+class Sha256 {
+ public:
+  void update(const void* data, size_t bytes);
+  Digest finish();
+
+ private:
+  void block(const uint8_t* data);
+
+  std::array<uint32_t, 8> state_{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  std::array<uint8_t, 64> pending_{};
+  size_t filled_ = 0;
+  uint64_t bytes_ = 0;
+};
+
+Digest hmac_sha256(std::string_view key, std::string_view message);
+
+// Compares two digests in constant time.
+bool equal(const Digest& a, const Digest& b);
 
 // Limits on unauthenticated connections: how long a connection is kept, and how many connections (beyond one
 // per rank) are kept before the oldest connection is dropped.
@@ -99,5 +127,19 @@ class Introduction {
   std::string received_, why_;
   bool greeted_ = false;
 };
+
+// A run's secret: a process that knows it may join. docs/running.md is the user's guide.
+
+// Returns the secret of a text, without a byte order mark and without blanks and line ends at its end, so
+// that a file and a variable of the same text give the same secret. Throws BadInput, with `source`, if
+// nothing is left, or if the text has a NUL byte or more than 4096 bytes.
+std::string checked_secret(const std::string& source, std::string text);
+
+// Returns the checked secret of GRADWIRE_SECRET or GRADWIRE_SECRET_FILE; "" if neither variable is set.
+// Throws BadInput for an invalid secret, and for a file that is unreadable or readable by other users.
+std::string secret_from_environment();
+
+// Returns 32 unpredictable characters for use as a secret.
+std::string random_secret();
 
 }  // namespace gradwire

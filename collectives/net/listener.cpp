@@ -7,11 +7,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 #include <vector>
 
-#include "collectives/net/interfaces.h"
+#include "collectives/net/reach.h"
 #include "runtime/threads/resources.h"
 #include "runtime/util/error.h"
+#include "runtime/util/file.h"
 #include "runtime/util/parse.h"
 
 namespace gradwire {
@@ -109,6 +111,177 @@ std::string Acceptor::refused() const {
 
 std::chrono::milliseconds Acceptor::patience(std::chrono::milliseconds at_most) const {
   return resting() ? std::min(at_most, kRest) : at_most;
+}
+
+void PendingCallers::add_entries(std::vector<pollfd>& entries) {
+  entry_ = entries.size();
+  entries.push_back({acceptor_.fd(), POLLIN, 0});
+  for (const Pending& caller : pending_) entries.push_back({caller.socket.fd(), POLLIN, 0});
+}
+
+std::vector<PendingCallers::Caller> PendingCallers::advance(const std::vector<pollfd>& entries,
+                                                            size_t ranks) {
+  std::vector<Caller> ready;
+  for (Pending& caller : pending_) {
+    try {
+      if (auto first = read_first(caller)) {
+        ready.push_back({std::move(caller.socket), std::move(caller.address), std::move(*first)});
+      }
+    } catch (const CommError&) {
+      caller.socket.close();  // the caller is not a rank
+    }
+  }
+  std::erase_if(pending_, [](const Pending& caller) { return !caller.socket; });
+  if (entries[entry_].revents == 0) return ready;
+  for (size_t i = 0; i < kMaxUnauthenticated; ++i) {
+    auto socket = acceptor_.accept();
+    if (!socket) break;
+    if (pending_.size() >= kMaxUnauthenticated + 2 * ranks) {
+      log_rejected(pending_.front().address, kTooMany);
+      pending_.erase(pending_.begin());
+    }
+    std::string address = socket->peer_address();
+    pending_.push_back({std::move(*socket), std::move(address), std::make_unique<Challenge>(credentials_)});
+  }
+  return ready;
+}
+
+// Reads available bytes and returns the caller's first frame once it is complete. Closes the socket of a
+// caller that is rejected or hangs up.
+std::optional<Frame> PendingCallers::read_first(Pending& caller) {
+  const auto reject = [&](const std::string& why) {
+    log_rejected(caller.address, why);
+    caller.socket.close();
+    return std::nullopt;
+  };
+  if (caller.challenge) {
+    const Challenge::State state = caller.challenge->advance(caller.socket);
+    if (state == Challenge::State::refused) return reject(caller.challenge->why());
+    if (state == Challenge::State::waiting) return std::nullopt;
+    caller.challenge = nullptr;
+  }
+  while (true) {
+    if (auto frame = Frame::decode(caller.received)) return frame;
+    char bytes[256];
+    const size_t wanted = std::min(sizeof bytes, Frame::missing(caller.received));
+    const ssize_t n = recv(caller.socket.fd(), bytes, wanted, MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) break;
+    if (n <= 0) {
+      caller.socket.close();
+      return std::nullopt;
+    }
+    caller.received.append(bytes, static_cast<size_t>(n));
+  }
+  if (SteadyClock::now() >= caller.until) return reject(kSaidNothing);
+  return std::nullopt;
+}
+
+void PendingCallers::log_rejected(const std::string& address, const std::string& why) {
+  if (std::string line = rejected_.note(address, why); !line.empty()) log_.push_back(std::move(line));
+}
+
+void PendingCallers::reject_all(const std::string& why) {
+  for (const Pending& caller : pending_) log_rejected(caller.address, why);
+}
+
+std::vector<std::string> PendingCallers::take_log() {
+  return std::exchange(log_, {});
+}
+
+namespace {
+
+using Op = Frame::Op;
+
+constexpr std::chrono::milliseconds kNotifyEvery{1000}, kInvitation{1000};
+constexpr const char* kEnded = "the run has ended or no longer admits ranks";
+
+// Sends a frame to a joiner without waiting. The connection's buffer has room unless the joiner has not read
+// from the connection for hours.
+bool notify(const Socket& socket, Op op, const std::string& value = "") {
+  const std::string bytes = Frame{op, 0, "", value}.encode();
+  return send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
+         static_cast<ssize_t>(bytes.size());
+}
+
+}  // namespace
+
+void AdmissionQueue::open(int most, std::function<std::string(const std::string&)> validate) {
+  std::lock_guard lock(mutex_);
+  most_ = most;
+  validate_ = std::move(validate);
+}
+
+void AdmissionQueue::close() {
+  std::lock_guard lock(mutex_);
+  validate_ = [](const std::string&) { return kEnded; };
+  for (const Joiner& joiner : waiting_) notify(joiner.socket, Op::rejected, kEnded);
+  waiting_.clear();
+  count_ = 0;
+}
+
+void AdmissionQueue::request(Socket socket, const Message& request, int ranks) {
+  const std::string &contact = request.text("contact"), &about = request.text("about");
+  std::lock_guard lock(mutex_);
+  const size_t waiting = waiting_.size();
+  std::string why;
+  if (!validate_) {
+    why = "this group takes no new ranks";
+  } else if (ranks + static_cast<int>(waiting) >= most_) {
+    why = fmt::format("there are {} ranks{}, and at most {} are allowed", ranks,
+                      waiting == 0 ? "" : fmt::format(" and {} more that wait to join", waiting), most_);
+  } else {
+    why = validate_(about);
+  }
+  if (why.empty()) {
+    waiting_.push_back({contact, std::move(socket)});
+    ++count_;
+    return;
+  }
+  const std::string from = socket.peer_address();
+  print_error_line(
+      fmt::format("a process at {} cannot join: {}", from.empty() ? "an unknown address" : from, why));
+  notify(socket, Op::rejected, why);
+}
+
+void AdmissionQueue::redirect(const Socket& socket, const std::string& contact) {
+  notify(socket, Op::redirect, contact);
+}
+
+void AdmissionQueue::add_entries(std::vector<pollfd>& entries) const {
+  std::lock_guard lock(mutex_);
+  for (const Joiner& joiner : waiting_) entries.push_back({joiner.socket.fd(), POLLRDHUP, 0});
+}
+
+void AdmissionQueue::update() {
+  std::lock_guard lock(mutex_);
+  const auto now = SteadyClock::now();
+  const bool notifies = now - notified_at_ >= kNotifyEvery;
+  if (notifies) notified_at_ = now;
+  std::erase_if(waiting_, [&](const Joiner& joiner) {
+    return joiner.socket.hung_up() || (notifies && !notify(joiner.socket, Op::wait));
+  });
+  count_ = static_cast<int>(waiting_.size());
+}
+
+std::vector<AdmissionQueue::Joiner> AdmissionQueue::invite() {
+  std::vector<Joiner> asked, present;
+  {
+    std::lock_guard lock(mutex_);
+    asked = std::exchange(waiting_, {});
+    count_ = 0;
+  }
+  std::erase_if(asked, [](const Joiner& joiner) { return !notify(joiner.socket, Op::check); });
+  const auto deadline = SteadyClock::now() + kInvitation;
+  for (Joiner& joiner : asked) {
+    std::string bytes;
+    try {
+      const auto reply = receive_frame(joiner.socket, bytes, deadline);
+      if (reply && reply->op == Op::present) present.push_back(std::move(joiner));
+    } catch (const CommError&) {  // the peer is not a joiner
+    }
+  }
+  return present;
 }
 
 }  // namespace gradwire

@@ -1,10 +1,18 @@
 // Listening sockets: addresses, port ranges, and accepting connections.
 #pragma once
 
+#include <poll.h>
+
+#include <atomic>
 #include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "collectives/net/handshake.h"
 #include "collectives/net/socket.h"
 
 namespace gradwire {
@@ -51,6 +59,105 @@ class Acceptor {
   const Socket& listener_;
   std::string why_;  // the reason of the latest refusal; "" after a success
   SteadyClock::time_point since_ = {}, rests_until_ = {};
+};
+
+// The unauthenticated peers of a listener: accepts connections, checks the handshake of each, and reads its
+// first frame.
+
+class PendingCallers {
+ public:
+  // A caller that has proved that it knows the key.
+  struct Caller {
+    Socket socket;
+    std::string address;
+    Frame first;
+  };
+
+  // Serves `listener`. `listener` and `credentials` must outlive the object.
+  PendingCallers(const Socket& listener, const Credentials& credentials)
+      : acceptor_(listener), credentials_(credentials) {}
+
+  // Appends the sockets to poll to `entries`.
+  void add_entries(std::vector<pollfd>& entries);
+  // Processes the results of poll() for the entries of add_entries(). Returns the callers whose first frame
+  // is complete. Keeps at most kMaxUnauthenticated connections and two per rank of the group; rejects the
+  // oldest connection beyond that limit. Accepts at most kMaxUnauthenticated connections per call, so that a
+  // flood cannot delay serving the ranks.
+  std::vector<Caller> advance(const std::vector<pollfd>& entries, size_t ranks);
+  // Logs all pending callers as rejected for the reason `why`.
+  void reject_all(const std::string& why);
+  // Removes and returns the log's lines about rejected connections (see RejectedConnections).
+  std::vector<std::string> take_log();
+
+  bool empty() const { return pending_.empty(); }
+  // Returns why the system refuses connections, as Acceptor::refused() does.
+  std::string refused() const { return acceptor_.refused(); }
+  std::chrono::milliseconds patience(std::chrono::milliseconds at_most) const {
+    return acceptor_.patience(at_most);
+  }
+
+ private:
+  struct Pending {
+    Socket socket;
+    std::string address;
+    std::unique_ptr<Challenge> challenge;  // null once the caller has proved the key
+    std::string received = {};             // the received bytes of the first frame
+    SteadyClock::time_point until = SteadyClock::now() + 2 * kHandshakeTime;
+  };
+
+  std::optional<Frame> read_first(Pending& caller);
+  void log_rejected(const std::string& address, const std::string& why);
+
+  Acceptor acceptor_;
+  const Credentials& credentials_;
+  std::vector<Pending> pending_;  // in the order of arrival, oldest first
+  size_t entry_ = 0;              // index of the acceptor's entry among the polled entries
+  RejectedConnections rejected_;
+  std::vector<std::string> log_;
+};
+
+// The group's side of admitting new ranks; joiner.h is the joiner's side.
+//
+// Joiners send their request to any rank's Quorum. The lowest rank keeps the joiners waiting; the other ranks
+// redirect the joiners to the lowest rank. Between two calls the group invites the joiners that still answer.
+// All ranks then form a group with the joiners as the highest ranks.
+
+// Holds the waiting joiners. Any thread may call the member functions.
+class AdmissionQueue {
+ public:
+  struct Joiner {
+    std::string contact;
+    Socket socket;
+  };
+
+  // Opens admission: joiners may wait while ranks and joiners are fewer than `most`. `validate` gets a
+  // joiner's description of itself and returns why the joiner is rejected, or "". request() calls `validate`.
+  void open(int most, std::function<std::string(const std::string& about)> validate);
+  // Closes admission and notifies waiting joiners that the run has ended.
+  void close();
+  // Returns how many joiners wait.
+  int waiting() const { return count_; }
+  // Returns the waiting joiners that still answer. Only the lowest rank calls it. Takes at most a second.
+  std::vector<Joiner> invite();
+
+  // Answers a joiner's request to the lowest rank of a group of `ranks` ranks: keeps the joiner waiting or
+  // rejects it.
+  void request(Socket socket, const Message& request, int ranks);
+  // Redirects a joiner to the rank with this contact.
+  static void redirect(const Socket& socket, const std::string& contact);
+  // Appends the sockets of waiting joiners to `entries`, so that poll() reports joiners that hang up.
+  void add_entries(std::vector<pollfd>& entries) const;
+  // Removes joiners that have hung up. Once per second, notifies the remaining joiners that they are still
+  // waiting.
+  void update();
+
+ private:
+  mutable std::mutex mutex_;
+  int most_ = 0;
+  std::function<std::string(const std::string&)> validate_;
+  std::vector<Joiner> waiting_;
+  std::atomic<int> count_ = 0;
+  SteadyClock::time_point notified_at_ = {};
 };
 
 }  // namespace gradwire

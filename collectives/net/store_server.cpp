@@ -10,12 +10,10 @@
 #include <utility>
 
 #include "collectives/net/handshake.h"
-#include "collectives/net/job.h"
+#include "collectives/net/membership.h"
 #include "collectives/net/listener.h"
-#include "collectives/net/message.h"
-#include "collectives/net/message_queue.h"
-#include "collectives/net/pending_callers.h"
-#include "collectives/net/store_keys.h"
+#include "collectives/net/socket.h"
+#include "collectives/net/store.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 

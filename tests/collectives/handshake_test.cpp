@@ -17,7 +17,6 @@
 #include <tuple>
 #include <utility>
 
-#include "collectives/net/secret.h"
 #include "runtime/util/error.h"
 #include "tests/support/expect.h"
 #include "tests/support/sockets.h"

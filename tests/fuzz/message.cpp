@@ -1,9 +1,9 @@
-#include "collectives/net/message.h"
+#include "collectives/net/socket.h"
 
 #include <stdexcept>
 #include <string>
 
-#include "collectives/net/joiner.h"
+#include "collectives/net/membership.h"
 #include "collectives/net/quorum.h"
 #include "runtime/util/error.h"
 #include "tests/fuzz/targets.h"

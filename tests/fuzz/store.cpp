@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "collectives/net/message.h"
+#include "collectives/net/socket.h"
 #include "runtime/util/error.h"
 #include "tests/fuzz/targets.h"
 

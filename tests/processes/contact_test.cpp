@@ -1,6 +1,6 @@
 // Tests how ranks connect to hosts with several addresses. Some addresses are unreachable or lead to another
 // process.
-#include "collectives/net/contact.h"
+#include "collectives/net/reach.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,6 @@
 #include <memory>
 #include <thread>
 
-#include "collectives/net/interfaces.h"
 #include "collectives/net/listener.h"
 #include "collectives/net/membership.h"
 #include "collectives/transport/tcp/tcp_links.h"

@@ -15,7 +15,7 @@
 #include <sstream>
 #include <thread>
 
-#include "collectives/net/joiner.h"
+#include "collectives/net/membership.h"
 #include "collectives/transport/tcp/tcp.h"
 #include "runtime/util/error.h"
 #include "tests/trainer/runs.h"

@@ -21,7 +21,6 @@
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/net/handshake.h"
-#include "collectives/net/job.h"
 #include "collectives/net/membership.h"
 #include "collectives/reducer/reducer.h"
 #include "collectives/transport/tcp/tcp.h"

@@ -7,7 +7,7 @@
 #include <fstream>
 
 #include "collectives/net/handshake.h"
-#include "collectives/net/message.h"
+#include "collectives/net/socket.h"
 #include "tests/processes/store_fixture.h"
 #include "tests/support/expect.h"
 #include "tests/support/sockets.h"

@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "collectives/net/handshake.h"
-#include "collectives/net/message.h"
+#include "collectives/net/socket.h"
 #include "runtime/util/error.h"
 #include "tests/processes/store_fixture.h"
 #include "tests/support/expect.h"

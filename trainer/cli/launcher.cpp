@@ -11,7 +11,7 @@
 #include <string_view>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/net/interfaces.h"
+#include "collectives/net/reach.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/tcp/tcp.h"
 #include "runtime/threads/cpus.h"

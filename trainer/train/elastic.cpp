@@ -9,7 +9,7 @@
 #include <numeric>
 
 #include "collectives/agreement/statements.h"
-#include "collectives/net/rendezvous.h"
+#include "collectives/net/store.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
 #include "trainer/checkpoint/folder.h"

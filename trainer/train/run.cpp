@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/net/joiner.h"
+#include "collectives/net/membership.h"
 #include "runtime/device/memory_use.h"
 #include "runtime/threads/resources.h"
 #include "runtime/threads/thread.h"

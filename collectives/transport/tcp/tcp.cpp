@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "collectives/net/joiner.h"
-#include "collectives/net/message.h"
+#include "collectives/net/membership.h"
+#include "collectives/net/socket.h"
 #include "collectives/transport/tcp/tcp_transport.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"

@@ -8,10 +8,9 @@
 #include <chrono>
 #include <utility>
 
-#include "collectives/net/contact.h"
+#include "collectives/net/reach.h"
 #include "collectives/net/handshake.h"
-#include "collectives/net/message.h"
-#include "collectives/net/secret.h"
+#include "collectives/net/socket.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "collectives/net/listener.h"
-#include "collectives/net/pending_callers.h"
 #include "collectives/net/socket.h"
 
 namespace gradwire {

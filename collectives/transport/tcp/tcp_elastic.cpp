@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "collectives/net/joiner.h"
-#include "collectives/net/secret.h"
+#include "collectives/net/membership.h"
+#include "collectives/net/handshake.h"
 #include "collectives/transport/regroup.h"
 #include "collectives/transport/tcp/tcp_transport.h"
 #include "runtime/threads/resources.h"
