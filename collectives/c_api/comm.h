@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/program/cache.h"
+#include "collectives/program/program.h"
 #include "collectives/spec/spec.h"
 #include "runtime/device/device.h"
 #include "runtime/threads/running_clock.h"

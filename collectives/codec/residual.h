@@ -21,7 +21,7 @@
 #include <string>
 #include <utility>
 
-#include "collectives/program/phases.h"
+#include "collectives/program/program.h"
 #include "kernels/wire/formats.h"
 #include "runtime/device/device.h"
 

@@ -10,7 +10,7 @@
 #include <variant>
 #include <vector>
 
-#include "collectives/program/program_plan.h"
+#include "collectives/program/program.h"
 #include "collectives/transport/transport.h"
 #include "kernels/wire/format.h"
 #include "kernels/wire/fp32.h"

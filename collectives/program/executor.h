@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "collectives/program/compiler.h"
-#include "collectives/program/program_plan.h"
+#include "collectives/program/program.h"
 
 namespace gradwire {
 

@@ -34,17 +34,90 @@
 // and transport.
 #pragma once
 
+#include <climits>
 #include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
-#include "collectives/program/phases.h"
 #include "collectives/schedule/schedule.h"
 #include "collectives/transport/transport.h"
 #include "kernels/wire/formats.h"
+#include "runtime/device/device.h"
 #include "runtime/device/dtype.h"
+#include "runtime/device/nvtx.h"
+#include "runtime/trace/trace.h"
 
 namespace gradwire {
+
+// Times the phases of a bucket's step: compress, communicate, decompress, possibly several times each.
+//
+// The codec and its program report when they enter a phase. A mark on the bucket's stream separates two
+// phases. So there are no gaps, and the times add up to the bucket's time on the stream. The phase
+// communicate lasts from the first exchange of an allreduce to the last exchange, including the sums between
+// exchanges. With slices, sums overlap with exchanges. While exchanges overlap with kernels on another
+// stream, the time counts for the kernels' phase until the stream waits for the exchanges.
+
+enum class Phase : uint8_t { compress, communicate, decompress };
+
+// A description of an allreduce, for traces.
+struct ProgramInfo {
+  std::string part;  // part of the bucket, e.g. "Q"; empty: the whole bucket
+  std::string schedule;
+  int64_t bytes_sent = 0;  // bytes that this rank sends
+  int exchanges = 0, slices = 1;
+};
+
+// One bucket's marks in one step. The times must be read before a later step reuses the object.
+class BucketPhases {
+ public:
+  struct Options {
+    int bucket = 0;
+    bool timing = false;       // off: no marks, only profiler ranges
+    Tracer* tracer = nullptr;  // receives each exchange
+  };
+  BucketPhases() : BucketPhases(Options{}) {}
+  explicit BucketPhases(Options options) : options_(options) {}
+
+  void begin(const Stream& stream);
+  // Assigns later work on `stream` to `phase`. Ignored for streams other than begin()'s.
+  void enter(const Stream& stream, Phase phase, const ProgramInfo* allreduce = nullptr);
+  void end();
+
+  Tracer* tracer() const { return options_.tracer; }
+  int bucket() const { return options_.bucket; }
+
+  // Returns when this bucket began and ended, in ms since the beginning of `first`. This function and the
+  // functions below are valid only once the marks are done.
+  std::pair<double, double> since(const BucketPhases& first) const;
+  double ms(Phase phase) const;
+  // Adds every phase to the trace as a span on `row`, named after the phase and the bucket. `details`
+  // describe the bucket.
+  void trace(Tracer& tracer, const std::string& row, int64_t step,
+             const std::vector<std::pair<std::string, TraceLabel::Value>>& details) const;
+
+ private:
+  struct Segment {
+    Phase phase = Phase::compress;
+    const ProgramInfo* allreduce = nullptr;
+    Event begin;
+  };
+  Segment& next(const Stream& stream);
+
+  Options options_;
+  Stream stream_;
+  // The first used_ segments belong to this step; the last of them only marks the end.
+  std::vector<Segment> segments_;
+  size_t used_ = 0;
+  bool entered_ = false;
+  std::optional<NvtxRange> range_;
+};
 
 struct ProgramMemory;
 struct ProgramPlan;
@@ -143,6 +216,130 @@ class Program {
   const size_t workspace_bytes_;
   std::byte* workspace_ = nullptr;
   bool bound_ = false;
+};
+
+// A program's plan: its work apart from addresses. Internal to collectives/program.
+
+// Immutable. The members are initialized in this order.
+struct ProgramPlan {
+  // Plans the program. Throws BadInput if the schedule, the format and the transport do not fit together.
+  ProgramPlan(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers,
+              Program::Options options);
+
+  int rank() const { return transport.rank(); }
+  // Sizes of the program's buffers, in elements.
+  int64_t elements_in() const;
+  int64_t elements_out() const;
+  // Returns a text such as "allreduce of bucket 1 of 2 (4096 floats, ...)" and a hash of all properties that
+  // ranks must agree on.
+  Call describe() const;
+
+  Transport& transport;
+  const Program::Options options;
+  const int64_t count;
+  const DType dtype;
+  const Shards shards;
+  const bool uses_library;  // the transport's own allreduce carries out the schedule
+  const int slices;
+  const bool overlapped;  // exchanges run on a separate stream
+  const Schedule schedule;
+  const std::vector<ChunkRange> ranges;  // [chunk]
+  const Call call;
+};
+
+// FP32 memory of a program, and its workspace. The workspace's address is an integer because the pass that
+// measures the workspace's size begins at address 0.
+struct ProgramMemory {
+  const float* in = nullptr;
+  float* out = nullptr;
+  float* residual = nullptr;
+  uintptr_t workspace = 0;
+};
+
+// Caches programs by buffer, for callers that pass memory with each call (the C ABI's gw_allreduce, the NCCL
+// interposer).
+//
+// All programs of a cache share one workspace, so the programs must run on one stream or one at a time.
+
+template <typename Key>
+class ProgramCache {
+ public:
+  struct Entry {
+    Key key;
+    Buffer residual;  // empty: no error feedback
+    std::unique_ptr<Program> program;
+  };
+
+  // Creates an empty cache for at most `most` programs. `allocate` returns memory for the workspace.
+  ProgramCache(size_t most, std::function<Buffer(size_t bytes)> allocate)
+      : most_(most), allocate_(std::move(allocate)) {}
+
+  Entry* find(const Key& key) {
+    const auto at = places_.find(key);
+    if (at == places_.end()) return nullptr;
+    entries_.splice(entries_.begin(), entries_, at->second);
+    return &entries_.front();
+  }
+
+  // Adds an entry after find() returned null. Evicts the least recently used entry if the cache is full. May
+  // free or rebind memory, so none of the cache's programs may be in flight. Exception: on CUDA programs may
+  // be in flight if a stream that waits for the programs releases all memory in its order, including
+  // residuals.
+  Entry& add(Entry entry) {
+    if (entries_.size() >= most_) {
+      places_.erase(entries_.back().key);
+      entries_.pop_back();
+    }
+    entries_.push_front(std::move(entry));
+    places_[entries_.front().key] = entries_.begin();
+    if (entries_.front().program->workspace_bytes() > workspace_.bytes()) {
+      workspace_ = allocate_(entries_.front().program->workspace_bytes());
+      for (Entry& e : entries_) e.program->bind(workspace_.data());
+    } else {
+      entries_.front().program->bind(workspace_.data());
+    }
+    return entries_.front();
+  }
+
+  const std::list<Entry>& entries() const { return entries_; }  // the most recently used entry is first
+
+ private:
+  const size_t most_;
+  const std::function<Buffer(size_t)> allocate_;
+  Buffer workspace_;
+  std::list<Entry> entries_;
+  std::map<Key, typename std::list<Entry>::iterator> places_;
+};
+
+// Determines the round in which each rank first adds to a chunk. In earlier rounds the rank sends only its
+// part, not a sum of parts. Internal to collectives/program.
+
+class FirstSums {
+ public:
+  explicit FirstSums(const Schedule& schedule)
+      : schedule_(schedule), first_(static_cast<size_t>(schedule.world)) {}
+
+  // Returns whether `rank` sends only its own part of the chunk in this round.
+  bool sends_a_part(int rank, int chunk, int round) {
+    std::vector<int>& first = first_[static_cast<size_t>(rank)];
+    if (first.empty()) first = first_sums(rank);
+    return first[static_cast<size_t>(chunk)] >= round;
+  }
+
+ private:
+  std::vector<int> first_sums(int rank) const {
+    std::vector<int> first(static_cast<size_t>(schedule_.chunks), INT_MAX);
+    const auto& rounds = schedule_.rounds[static_cast<size_t>(rank)];
+    for (int k = static_cast<int>(rounds.size()); k-- > 0;) {
+      for (const Step& step : rounds[static_cast<size_t>(k)]) {
+        if (step.kind == Step::Kind::recv_reduce) first[static_cast<size_t>(step.chunk)] = k;
+      }
+    }
+    return first;
+  }
+
+  const Schedule& schedule_;
+  std::vector<std::vector<int>> first_;  // [rank][chunk]: a round; empty until requested
 };
 
 }  // namespace gradwire

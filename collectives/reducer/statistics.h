@@ -6,7 +6,7 @@
 #include <deque>
 #include <memory>
 
-#include "collectives/program/phases.h"
+#include "collectives/program/program.h"
 #include "runtime/device/device.h"
 
 namespace gradwire {

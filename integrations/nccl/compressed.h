@@ -10,7 +10,7 @@
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/plan/planner.h"
-#include "collectives/program/cache.h"
+#include "collectives/program/program.h"
 #include "integrations/nccl/decide.h"
 
 namespace gradwire::interposer {

@@ -40,7 +40,7 @@ struct StepRecord {
   uint64_t dense_bytes = 0;  // bytes of the same schedule in FP32
   double comm_ms = 0;        // time on the reducer's stream, compression included
   double compress_ms = 0, communicate_ms = 0,
-         decompress_ms = 0;    // parts of comm_ms (collectives/program/phases.h), in ms
+         decompress_ms = 0;    // parts of comm_ms (collectives/program/program.h), in ms
   double exposed_comm_ms = 0;  // time for which the optimizer waited for communication
   double data_ms = 0;          // time for which the device waited for the batch
   double forward_ms = 0;
