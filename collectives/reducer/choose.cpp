@@ -10,7 +10,7 @@
 #include <limits>
 
 #include "collectives/reducer/reducer.h"
-#include "collectives/reducer/relative_error.h"
+#include "collectives/reducer/report.h"
 #include "kernels/math/bf16.h"
 #include "kernels/math/fp16.h"
 

@@ -27,7 +27,7 @@
 #include "collectives/codec/codec.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/buckets.h"
-#include "collectives/reducer/statistics.h"
+#include "collectives/reducer/report.h"
 #include "collectives/spec/spec.h"
 #include "runtime/device/device.h"
 

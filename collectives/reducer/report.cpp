@@ -1,10 +1,13 @@
 // Reports of a reducer: statistics and traces of its steps, state, memory, configuration.
-#include "collectives/reducer/reducer.h"
+#include "collectives/reducer/report.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
+#include "collectives/reducer/reducer.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {
@@ -131,6 +134,27 @@ std::string Reducer::links_text() const {
   if (spec_.schedule != ScheduleKind::automatic || comm_.world() <= 2) return "";
   const LinkCosts& costs = planner_->costs();
   return (costs.measured ? "links measured: " : "links not measured, assumed: ") + costs.to_string();
+}
+
+ReducerStats StepMarks::stats(bool timing) const {
+  ReducerStats stats;
+  stats.wire_bytes = (*bytes_sent)[1] - (*bytes_sent)[0];
+  if (!timing) return stats;
+  std::vector<std::pair<double, double>> spans;
+  for (const BucketPhases& b : buckets) {
+    spans.push_back(b.since(buckets[first]));
+    stats.compress_ms += b.ms(Phase::compress);
+    stats.communicate_ms += b.ms(Phase::communicate);
+    stats.decompress_ms += b.ms(Phase::decompress);
+  }
+  std::sort(spans.begin(), spans.end());  // buckets may have run in another order
+  double until = 0;                       // latest end of a bucket so far, in ms since the first bucket began
+  for (const auto& [begin, end] : spans) {
+    stats.comm_ms += std::max(0.0, end - std::max(begin, until));
+    until = std::max(until, end);
+  }
+  stats.exposed_comm_ms = elapsed_ms(wait_begin, wait_end);
+  return stats;
 }
 
 }  // namespace gradwire

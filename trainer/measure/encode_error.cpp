@@ -5,7 +5,7 @@
 #include <span>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/reducer/relative_error.h"
+#include "collectives/reducer/report.h"
 
 namespace gradwire {
 namespace {
