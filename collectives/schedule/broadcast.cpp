@@ -19,7 +19,7 @@
 
 #include <algorithm>
 
-#include "collectives/schedule/build.h"
+#include "collectives/schedule/schedule.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

@@ -21,7 +21,7 @@
 // Sync points: a node waits for both subtrees, then for its parent.
 #include <algorithm>
 
-#include "collectives/schedule/build.h"
+#include "collectives/schedule/schedule.h"
 
 namespace gradwire {
 namespace {

@@ -21,7 +21,7 @@
 // transmitted value.
 #include <fmt/format.h>
 
-#include "collectives/schedule/build.h"
+#include "collectives/schedule/schedule.h"
 #include "kernels/wire/format.h"
 #include "runtime/util/error.h"
 

@@ -6,7 +6,7 @@
 // Bytes per rank: 2 (n-1)/n S, the minimum, over a single link.
 // Lossy steps: n, one per hop of the reduction and the owner's encode, so the error grows with n.
 // Sync points: a rank waits for its left neighbour in every round; the result crosses 2 (n-1) hops.
-#include "collectives/schedule/build.h"
+#include "collectives/schedule/schedule.h"
 
 namespace gradwire {
 

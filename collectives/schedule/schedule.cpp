@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "collectives/schedule/build.h"
 #include "kernels/wire/format.h"
 #include "runtime/util/error.h"
 

@@ -150,4 +150,59 @@ Schedule make_schedule(ScheduleKind kind, int world, Topology topology = {});
 Schedule make_schedule(Collective collective, ScheduleKind kind, int world, Topology topology = {},
                        int root = 0);
 
+// The transfers of a schedule one at a time. The schedule of thousands of ranks does not fit in memory: a
+// ring of 4,096 ranks has 67 million steps. A sink keeps the part that its user needs. The builders of
+// schedule.h emit the same transfers into a sink that keeps all of them.
+
+class TransferSink {
+ public:
+  virtual ~TransferSink() = default;
+  // Called once, before add(). `outline`: the schedule without its rounds.
+  virtual void begin(const Schedule& outline, int rounds) = 0;
+  // Adds both ends of a transfer of chunk `chunk`: a send at `from`, `receive` at `to`. Transfers of one
+  // round are added in the order in which both ranks do their steps.
+  virtual void add(int round, int from, int to, int chunk, Step::Kind receive, bool intra_node) = 0;
+};
+
+// Passes the transfers of make_schedule(kind, world, topology) to `sink`. Throws BadInput for a kind that
+// does not support this world.
+void emit_schedule(ScheduleKind kind, int world, Topology topology, TransferSink& sink);
+
 }  // namespace gradwire
+
+namespace gradwire::detail {
+
+// Helpers shared by the schedule builders. Internal to collectives/schedule.
+
+// Returns an allreduce without rounds. owner[c] is the rank that owns chunk c. Every rank is a separate node
+// unless the builder sets nodes and per_node. Throws BadInput for a world below 1.
+Schedule outline(ScheduleKind kind, int world, std::vector<int32_t> owner);
+// Returns the same with `rounds` empty rounds per rank, or without rounds in a world of 1.
+Schedule empty_schedule(ScheduleKind kind, int world, std::vector<int32_t> owner, int rounds);
+// Returns the topology with the unknown field derived from the world. Throws BadInput if the topology does
+// not fit the world.
+Topology complete(Topology topology, int world);
+// Returns the owners of `world` chunks: rank c owns chunk c.
+std::vector<int32_t> one_chunk_each(int world);
+
+// Adds both ends of a transfer of chunk `chunk` to round `round`: a send at `from`, `receive` at `to`.
+void add_transfer(Schedule& schedule, int round, int from, int to, int chunk, Step::Kind receive,
+                  bool intra_node = false);
+
+// Keeps all transfers.
+class ScheduleSink final : public TransferSink {
+ public:
+  void begin(const Schedule& outline, int rounds) override;
+  void add(int round, int from, int to, int chunk, Step::Kind receive, bool intra_node) override {
+    add_transfer(schedule, round, from, to, chunk, receive, intra_node);
+  }
+  Schedule schedule;
+};
+
+// Emit the transfers of the functions of schedule.h with the same names.
+void emit_ring(int world, TransferSink& sink);
+void emit_two_shot(int world, TransferSink& sink);
+void emit_double_tree(int world, TransferSink& sink);
+void emit_hierarchical(int nodes, int per_node, ScheduleKind between, TransferSink& sink);
+
+}  // namespace gradwire::detail

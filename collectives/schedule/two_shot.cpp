@@ -6,7 +6,7 @@
 // Bytes per rank: 2 (n-1)/n S, the minimum, spread over n-1 links.
 // Lossy steps: 2, the sender's encode and the owner's.
 // Sync points: each round waits for the slowest rank.
-#include "collectives/schedule/build.h"
+#include "collectives/schedule/schedule.h"
 
 namespace gradwire {
 

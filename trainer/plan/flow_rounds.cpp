@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "collectives/schedule/transfers.h"
+#include "collectives/schedule/schedule.h"
 
 namespace gradwire {
 namespace {

@@ -1,6 +1,6 @@
 // The transfers of a schedule, in the form that the simulator needs: who sends how many chunks to whom in
 // each round. The transfers come from the builders of the schedules that run
-// (collectives/schedule/transfers.h).
+// (collectives/schedule/schedule.h).
 #pragma once
 
 #include <cstdint>
