@@ -126,4 +126,168 @@ bool EmulatedLink::between(int a, int b) const {
   return ranks_per_node < 2 || a / ranks_per_node != b / ranks_per_node;
 }
 
+namespace {
+
+using std::chrono::nanoseconds;
+
+constexpr size_t kPacketPayload = EmulatedLink::kPacketPayload, kPacketHeaders = EmulatedLink::kPacketHeaders;
+constexpr std::chrono::microseconds kTurn{100};  // time of a turn on the link
+constexpr size_t kMostPackets = 45;              // of a turn, about as many as TCP passes to a device at once
+// After a pause, a receiver may take at once what its link passes in this time, and at least two turns. A
+// receiver notices arrivals late if the machine is busy, which must not lower the rate.
+constexpr nanoseconds kReceiveBurst = std::chrono::milliseconds(4);
+
+size_t on_wire(size_t bytes) {
+  return bytes + (bytes + kPacketPayload - 1) / kPacketPayload * kPacketHeaders;
+}
+
+double slowest(const EmulatedLink& link) {
+  return link.then_bits_per_s > 0 ? std::min(link.bits_per_s, link.then_bits_per_s) : link.bits_per_s;
+}
+
+nanoseconds occupied(size_t bytes, double bits_per_s) {
+  return nanoseconds(std::llround(static_cast<double>(on_wire(bytes)) * 8e9 / bits_per_s));
+}
+
+size_t turn_of(const EmulatedLink& link) {
+  const double bytes = slowest(link) / 8 * std::chrono::duration<double>(kTurn).count();
+  const auto packets = static_cast<size_t>(bytes / static_cast<double>(kPacketPayload + kPacketHeaders));
+  return std::clamp<size_t>(packets, 1, kMostPackets) * kPacketPayload;
+}
+
+}  // namespace
+
+LinkPacer::LinkPacer(const EmulatedLink& link, int world)
+    : link_(link),
+      world_(world),
+      turn_(turn_of(link)),
+      burst_(nanoseconds(std::llround(static_cast<double>(link.burst) * 8e9 / link.bits_per_s))),
+      receive_burst_(std::max({kReceiveBurst, burst_, 2 * occupied(turn_, slowest(link))})),
+      out_(static_cast<size_t>(world)),
+      in_(out_.size()),
+      turns_(out_.size()),
+      queues_(out_.size() * out_.size()) {
+  // Senders that begin together then send to different receivers at any time.
+  for (int r = 0; r < world; ++r) turns_[static_cast<size_t>(r)] = (r + 1) % world;
+}
+
+nanoseconds LinkPacer::duration(size_t bytes) const {
+  return occupied(bytes, link_.bits_per_s);
+}
+
+nanoseconds LinkPacer::duration(size_t bytes, Time time) const {
+  return occupied(bytes, link_.bits_per_s_at(time));
+}
+
+LinkPacer::Time LinkPacer::pass(Bucket& bucket, size_t bytes, Time ready) const {
+  const Time start = std::max(bucket, ready);
+  bucket = start + duration(bytes, start);
+  return std::max(ready, bucket - burst_);
+}
+
+void LinkPacer::post(Flow& flow, Time now) {
+  if (link_.since == Time{}) link_.since = now;
+  flow.posted_ = now;
+  flow.arrivals_.clear();
+  flow.arrived_ = flow.left_ = 0;
+  if (flow.bytes == 0 || !link_.between(flow.from, flow.to)) {
+    flow.arrivals_.push_back({now, flow.bytes});
+    return;
+  }
+  // Turns that began earlier are not shared with this message. Turns that begin now are shared, so that
+  // messages that are posted at the same time take their turns in the order of next_of().
+  advance(now - nanoseconds(1));
+  flow.left_ = flow.bytes;
+  queue(flow.from, flow.to).push_back(&flow);
+}
+
+void LinkPacer::withdraw(Flow& flow) {
+  if (flow.left_ > 0) std::erase(queue(flow.from, flow.to), &flow);
+  flow.left_ = 0;
+}
+
+size_t LinkPacer::arrived(Flow& flow, Time now) {
+  advance(now);
+  while (!flow.arrivals_.empty() && flow.arrivals_.front().at <= now) {
+    flow.arrived_ = flow.arrivals_.front().bytes;
+    flow.arrivals_.pop_front();
+  }
+  return flow.arrived_;
+}
+
+LinkPacer::Time LinkPacer::earliest(const Flow& flow, size_t bytes) const {
+  const size_t wanted = std::min(flow.arrived_ + bytes, flow.bytes);
+  for (const Flow::Arrival& arrival : flow.arrivals_) {
+    if (arrival.bytes >= wanted) return arrival.at;
+  }
+  // The bytes have yet to enter the sender's bucket, after the messages before this message.
+  size_t ahead = wanted - (flow.bytes - flow.left_);
+  for (const Flow* earlier : queue(flow.from, flow.to)) {
+    if (earlier == &flow) break;
+    ahead += earlier->left_;
+  }
+  // The rate may change on the way, so the faster of the two gives the earliest time.
+  const nanoseconds least = std::min(duration(ahead), duration(ahead, Time::max()));
+  const Time full = std::max(out_[static_cast<size_t>(flow.from)], flow.posted_) + least;
+  return std::max(flow.posted_, full - burst_) + link_.delay;
+}
+
+LinkPacer::Flow* LinkPacer::next_of(int from) const {
+  for (int i = 0; i < world_; ++i) {
+    const auto& waiting = queue(from, (turns_[static_cast<size_t>(from)] + i) % world_);
+    if (!waiting.empty()) return waiting.front();
+  }
+  return nullptr;
+}
+
+// Passes everything that begins by `now`, in the order in which it begins.
+void LinkPacer::advance(Time now) {
+  while (true) {
+    Flow* first = nullptr;
+    Time start = now;
+    for (int from = 0; from < world_; ++from) {
+      Flow* flow = next_of(from);
+      if (flow == nullptr) continue;
+      const Time begins = std::max(out_[static_cast<size_t>(from)] - burst_, flow->posted_);
+      if (begins > start || (begins == start && first != nullptr)) continue;
+      first = flow;
+      start = begins;
+    }
+    if (first == nullptr) return;
+    take_turn(*first, start);
+  }
+}
+
+// A packet's first bits leave the switch while its sender still sends the last bits of the turn. So the
+// receiver's bucket gets the bytes when they begin to arrive.
+void LinkPacer::take_turn(Flow& flow, Time start) {
+  const size_t bytes = std::min(turn_, flow.left_);
+  const Time sent = pass(out_[static_cast<size_t>(flow.from)], bytes, start);
+  const Time received = pass(in_[static_cast<size_t>(flow.to)], bytes, start + link_.delay);
+  flow.left_ -= bytes;
+  flow.arrivals_.push_back({std::max(received, sent + link_.delay), flow.bytes - flow.left_});
+  turns_[static_cast<size_t>(flow.from)] = (flow.to + 1) % world_;
+  if (flow.left_ == 0) queue(flow.from, flow.to).pop_front();
+}
+
+size_t LinkPacer::may_receive(int rank, Time now) const {
+  const nanoseconds time = std::min(receive_burst_, now + receive_burst_ - in_[static_cast<size_t>(rank)]);
+  const double packets =
+      static_cast<double>(time.count()) / static_cast<double>(duration(kPacketPayload, now).count());
+  return packets < 1 ? 0 : static_cast<size_t>(packets) * kPacketPayload;
+}
+
+LinkPacer::Time LinkPacer::may_receive_at(int rank) const {
+  const Time full = in_[static_cast<size_t>(rank)];
+  return full - receive_burst_ + duration(turn_, full) + nanoseconds(1);
+}
+
+void LinkPacer::received(int rank, size_t bytes, Time now) {
+  // Reads do not follow the packets' borders, so headers count by share.
+  const double packets = static_cast<double>(bytes) / static_cast<double>(kPacketPayload);
+  Bucket& bucket = in_[static_cast<size_t>(rank)];
+  bucket = std::max(bucket, now) +
+           nanoseconds(std::llround(packets * static_cast<double>(duration(kPacketPayload, now).count())));
+}
+
 }  // namespace gradwire

@@ -3,7 +3,10 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <deque>
 #include <string>
+#include <vector>
 
 namespace gradwire {
 
@@ -33,6 +36,89 @@ struct EmulatedLink {
   double bits_per_s_at(std::chrono::steady_clock::time_point time) const;
   // Returns whether messages between two ranks pass through their links.
   bool between(int a, int b) const;
+};
+
+// Emulates slow links between ranks on the host: paces messages as a full-duplex Ethernet link of each rank
+// would. Both transports on the host use LinkPacer.
+//
+// A link is two token buckets, one for each direction. The buckets are computed in virtual time: a bucket is
+// the time at which it is full again. So a thread that wakes up late loses no part of the rate. Messages to
+// several ranks share the sender's bucket in small turns, as TCP's connections do. Messages to one rank pass
+// in order. The receiver's bucket passes bytes in the order of their arrival.
+//
+// The rate counts what a network counts: each packet of 1448 bytes of payload has 66 bytes of headers
+// (Ethernet, IPv4, TCP with timestamps).
+
+// The links of a group of ranks. Does no waiting and reads no clock: callers pass the time, which must not
+// decrease. Not thread-safe.
+class LinkPacer {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+  // A message on its way. Must not move from post() until the message has arrived or withdraw() is called.
+  struct Flow {
+    int from = 0, to = 0;
+    size_t bytes = 0;
+
+   private:
+    friend class LinkPacer;
+    struct Arrival {
+      Time at;
+      size_t bytes;  // of the message so far
+    };
+    Time posted_ = {};
+    size_t left_ = 0;               // bytes that have not entered the sender's bucket
+    std::deque<Arrival> arrivals_;  // in the order of their times
+    size_t arrived_ = 0;
+  };
+
+  LinkPacer(const EmulatedLink& link, int world);
+
+  const EmulatedLink& link() const { return link_; }
+  // Begins to send a message. The caller sets the first three fields of `flow`. Pass the same time for
+  // messages that are sent together.
+  void post(Flow& flow, Time now);
+  // Forgets a message, of which parts may be on their way.
+  void withdraw(Flow& flow);
+  // Returns the number of the message's bytes that have arrived.
+  size_t arrived(Flow& flow, Time now);
+  // Returns a time before which the message cannot have `bytes` more bytes than now, or all its bytes if it
+  // has fewer. Call after arrived().
+  Time earliest(const Flow& flow, size_t bytes) const;
+
+  // Paces bytes that `rank` receives from senders with other LinkPacers. Returns how many bytes may be
+  // received now; 0 if not before may_receive_at().
+  size_t may_receive(int rank, Time now) const;
+  Time may_receive_at(int rank) const;
+  void received(int rank, size_t bytes, Time now);
+
+  // Returns the number of bytes that pass at once in one turn of a message.
+  size_t turn_bytes() const { return turn_; }
+  // Return the time for which `bytes` bytes of payload occupy a link before its rate changes, or at `time`.
+  std::chrono::nanoseconds duration(size_t bytes) const;
+  std::chrono::nanoseconds duration(size_t bytes, Time time) const;
+
+ private:
+  // The time at which a bucket is full again.
+  using Bucket = Time;
+  // Returns when `bytes` that are ready at `ready` have passed.
+  Time pass(Bucket& bucket, size_t bytes, Time ready) const;
+  std::deque<Flow*>& queue(int from, int to) { return queues_[static_cast<size_t>(from * world_ + to)]; }
+  const std::deque<Flow*>& queue(int from, int to) const {
+    return queues_[static_cast<size_t>(from * world_ + to)];
+  }
+  // Returns the next message of a sender; null if it has none.
+  Flow* next_of(int from) const;
+  void advance(Time now);
+  void take_turn(Flow& flow, Time start);
+
+  EmulatedLink link_;
+  const int world_;
+  const size_t turn_;
+  const std::chrono::nanoseconds burst_;  // the time in which an empty bucket fills up
+  const std::chrono::nanoseconds receive_burst_;
+  std::vector<Bucket> out_, in_;           // by rank
+  std::vector<int> turns_;                 // by sender: the receiver whose turn is next
+  std::vector<std::deque<Flow*>> queues_;  // by sender and receiver
 };
 
 }  // namespace gradwire

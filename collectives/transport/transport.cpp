@@ -2,6 +2,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
 #include "runtime/util/error.h"
 
 namespace gradwire {
@@ -42,6 +46,66 @@ Admission& require_admission(Transport& transport) {
   if (Admission* found = transport.admission()) return *found;
   throw BadInput(fmt::format("no new ranks can join over the {} transport; {}", transport.name(),
                              "use processes on the host (transport tcp)"));
+}
+
+using std::chrono::milliseconds;
+
+void require_regroupable(bool shrinkable, bool has_quorum) {
+  if (!shrinkable) {
+    throw BadInput(
+        "the group was not created to continue without some of its ranks; set gw_comm_options.shrinkable");
+  }
+  if (!has_quorum)
+    throw BadInput("the survivors of this group have formed a new one already; use the new one");
+}
+
+void require_contact(int rank, int other, const std::string& contact) {
+  if (!contact.empty()) return;
+  throw CommError(
+      fmt::format("rank {} continues without ranks that fail, rank {} does not: gw_comm_options.shrinkable "
+                  "must be the same on every rank",
+                  rank, other));
+}
+
+std::unique_ptr<Transport> regroup_survivors(Quorum& quorum, const GroupOptions& failed,
+                                             const std::string& address, milliseconds timeout,
+                                             std::vector<int>& survivors, const FormGroup& form) {
+  constexpr milliseconds kFormAgain{5000};
+  constexpr int kJoiner = -1;  // marks a rank that is not a rank of the old group
+  // Repeat failed attempts to form a group until this time.
+  const auto deadline = SteadyClock::now() + timeout + Quorum::kPatience;
+  std::vector<int> left(static_cast<size_t>(failed.world));
+  std::iota(left.begin(), left.end(), 0);
+  while (true) {
+    const Quorum::NextGroup found = quorum.regroup(timeout);
+    std::vector<int> ranks;
+    for (const int r : found.ranks) ranks.push_back(left[static_cast<size_t>(r)]);
+    left = std::move(ranks);
+    if (!found.joined.empty()) {  // the grown group has also failed
+      left.resize(left.size() + found.joined.size(), kJoiner);
+      continue;
+    }
+    GroupOptions next = failed;
+    next.rendezvous = "the survivors of the group";
+    next.callbacks =
+        RendezvousCallbacks{.address = address,
+                            .publish = [&](const std::string& location) { quorum.publish(found, location); },
+                            .read = [&] { return found.location; },
+                            .invited = quorum.followers(),
+                            .given_up = [&] { return quorum.given_up(); }};
+    next.rank = static_cast<int>(std::find(left.begin(), left.end(), failed.rank) - left.begin());
+    next.world = static_cast<int>(left.size());
+    next.joining = std::min(failed.join_timeout(), kFormAgain);
+    try {
+      auto made = form(next, left);
+      survivors = std::move(left);
+      return made;
+    } catch (const BadInput&) {
+      throw;
+    } catch (const std::exception&) {  // a rank died meanwhile, or the system refused a resource
+      if (SteadyClock::now() >= deadline) throw;
+    }
+  }
 }
 
 }  // namespace gradwire

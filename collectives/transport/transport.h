@@ -22,7 +22,10 @@
 #include <string>
 #include <vector>
 
+#include "collectives/net/membership.h"
+#include "collectives/net/quorum.h"
 #include "runtime/device/device.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 
@@ -243,5 +246,52 @@ class Transport {
 MessagesToRankZero& require_messages(Transport& transport);
 ElasticGroup& require_elastic(Transport& transport);
 Admission& require_admission(Transport& transport);
+
+// One rank of a group without other ranks, for building reducers and codecs to measure their memory. Every
+// exchange is an error.
+
+class PlannedTransport : public Transport, public NativeAllreduce {
+ public:
+  PlannedTransport(int rank, int world, Device device) : Transport("planned", {rank, world, device}) {}
+
+  void begin_call(const Stream&, const Call&) override {}
+  void exchange(const Stream&, const std::vector<Transfer>&, const ExchangeLabel& label) override {
+    refuse(label.what);
+  }
+  NativeAllreduce* native_allreduce() override { return this; }
+  void allreduce(const Stream&, const float*, float*, int64_t, bool, uint64_t,
+                 const std::string& what) override {
+    refuse(what);
+  }
+  void barrier() override { refuse("barrier"); }
+  void abort(const std::string&) override {}
+  void check() override {}
+
+ private:
+  [[noreturn]] static void refuse(const std::string& what) {
+    throw Error(what + ": a planned group has no other ranks and moves no data");
+  }
+};
+
+// The transports' common part of ElasticGroup::regroup().
+
+// Throws BadInput if a group cannot regroup: because the group is not `shrinkable`, or because the group's
+// survivors have already formed a new group, which then has the quorum.
+void require_regroupable(bool shrinkable, bool has_quorum);
+// Throws CommError if `rank` has a quorum and `other` has none. `contact`: the contact of the other rank's
+// quorum; "" if `other` has none.
+void require_contact(int rank, int other, const std::string& contact);
+
+// Forms the new group of the old ranks `ranks`, ascending; -1 for new ranks. Throws CommError if a rank dies
+// meanwhile.
+using FormGroup =
+    std::function<std::unique_ptr<Transport>(const GroupOptions& options, const std::vector<int>& ranks)>;
+
+// Implements ElasticGroup::regroup(): repeats the survivors' agreement on their ranks until they have formed
+// a group. `failed`: the failed group, to which `quorum` belongs. `address`: this machine's address, where
+// the new group's store may listen.
+std::unique_ptr<Transport> regroup_survivors(Quorum& quorum, const GroupOptions& failed,
+                                             const std::string& address, std::chrono::milliseconds timeout,
+                                             std::vector<int>& survivors, const FormGroup& form);
 
 }  // namespace gradwire

@@ -1,5 +1,5 @@
 // Properties of emulated links, on a clock that the tests set.
-#include "collectives/transport/link_pacer.h"
+#include "collectives/transport/emulated_link.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>

@@ -4,7 +4,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "collectives/transport/planned.h"
+#include "collectives/transport/transport.h"
 #include "kernels/math/fp16.h"
 #include "runtime/device/graph.h"
 #include "runtime/util/error.h"

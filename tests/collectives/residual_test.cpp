@@ -7,7 +7,7 @@
 #include <span>
 
 #include "collectives/codec/codec.h"
-#include "collectives/transport/planned.h"
+#include "collectives/transport/transport.h"
 #include "tests/collectives/reducer_rank.h"
 #include "tests/support/devices.h"
 

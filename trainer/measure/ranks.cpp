@@ -6,7 +6,7 @@
 
 #include "collectives/agreement/statements.h"
 #include "collectives/communicator/communicator.h"
-#include "collectives/transport/planned.h"
+#include "collectives/transport/transport.h"
 #include "kernels/math/random.h"
 #include "trainer/measure/dense_buckets.h"
 #include "trainer/measure/timing.h"

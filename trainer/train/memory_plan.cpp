@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/transport/planned.h"
+#include "collectives/transport/transport.h"
 #include "runtime/device/properties.h"
 #include "runtime/threads/cpus.h"
 #include "runtime/util/error.h"

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/transport/link_pacer.h"
+#include "collectives/transport/emulated_link.h"
 #include "collectives/transport/transport.h"
 #include "runtime/device/device.h"
 #include "runtime/threads/running_clock.h"

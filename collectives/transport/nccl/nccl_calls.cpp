@@ -8,7 +8,7 @@
 #include <mutex>
 #include <thread>
 
-#include "collectives/transport/run_with_deadline.h"
+#include "collectives/transport/exchange_watch.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "collectives/transport/run_with_deadline.h"
+#include "collectives/transport/exchange_watch.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

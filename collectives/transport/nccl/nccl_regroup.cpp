@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "collectives/transport/nccl/nccl_transport.h"
-#include "collectives/transport/regroup.h"
+#include "collectives/transport/transport.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

@@ -6,7 +6,7 @@
 
 #include "collectives/net/membership.h"
 #include "collectives/net/handshake.h"
-#include "collectives/transport/regroup.h"
+#include "collectives/transport/transport.h"
 #include "collectives/transport/tcp/tcp_transport.h"
 #include "runtime/threads/resources.h"
 #include "runtime/util/error.h"

@@ -24,7 +24,7 @@
 
 #include "collectives/net/listener.h"
 #include "collectives/net/socket.h"
-#include "collectives/transport/link_pacer.h"
+#include "collectives/transport/emulated_link.h"
 #include "collectives/transport/tcp/tcp_connector.h"
 #include "runtime/threads/thread.h"
 
