@@ -4,15 +4,120 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
+#include <cstdint>
 #include <cstring>
 #include <deque>
+#include <map>
+#include <memory>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
-#include "collectives/transport/local/local_hub.h"
+#include "collectives/transport/emulated_link.h"
+#include "collectives/transport/transport.h"
+#include "runtime/device/device.h"
+#include "runtime/threads/running_clock.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {
+
+// State that the ranks of one process share, and how they wait for each other.
+
+// The shared state of all ranks. One lock suffices: exchanges are few, and copies happen without the lock.
+class LocalHub {
+ public:
+  // A pending send. It lives in the sender's exchange until the send is finished or withdrawn.
+  struct Offer {
+    const void* data = nullptr;
+    size_t bytes = 0;
+    const ExchangeLabel* label = nullptr;
+    enum class State { waiting, copying, copied, finished } state = State::waiting;
+    Event ready;                // CUDA: recorded once the data is complete
+    Event taken;                // CUDA: recorded after the copy
+    LinkPacer::Flow flow = {};  // with emulated links: the message's way to the receiver
+  };
+
+  LocalHub(std::vector<Device> devices, std::chrono::milliseconds timeout, const EmulatedLink& link);
+
+  // Waits until `condition` holds. Throws if the group has failed. Fails the group and throws at the
+  // deadline; `pending` then describes the wait. `again`: returns the next time at which the condition can
+  // become true without a wake(). Requires the lock.
+  template <typename Condition, typename Pending, typename Again>
+  void wait(std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending, Again again) {
+    const auto deadline = RunningClock::now() + timeout;
+    while (!condition()) {
+      throw_if_failed(rank, pending);
+      const auto left = deadline - RunningClock::now();
+      if (left <= left.zero()) fail_and_throw(no_progress(rank, pending()));
+      changed_[rank].wait_until(lock,
+                                std::min<LinkPacer::Time>(LinkPacer::Time::clock::now() + left, again()));
+    }
+  }
+  template <typename Condition, typename Pending>
+  void wait(std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending) {
+    wait(lock, rank, condition, pending, [] { return LinkPacer::Time::max(); });
+  }
+  void barrier(int rank);
+  void wait_for_copy(std::unique_lock<std::mutex>& lock, int rank, const Offer& offer) {
+    changed_[rank].wait(lock, [&] { return offer.state != Offer::State::copying; });
+  }
+  // Records that `rank` makes its call number `number`. The first rank to arrive defines the call.
+  void begin_call(int rank, uint64_t number, const Call& call);
+  // Throws CommError once the group has failed.
+  void check(int rank);
+
+  // The methods below require the lock.
+
+  std::deque<Offer*>& offers(int from, int to) { return offers_[from * world + to]; }
+  // Returns whether the whole message has passed the emulated links.
+  bool arrived(Offer& offer);
+  // Returns a time before which a message does not arrive.
+  LinkPacer::Time arrives_at(const Offer& offer) const;
+  void fail(const std::string& reason);
+  [[noreturn]] void fail_and_throw(const std::string& text);
+  const std::string& failure() const { return failure_; }
+  void wake(int rank) { changed_[rank].notify_all(); }
+  void wake_all();
+
+  const int world;
+  const std::chrono::milliseconds timeout;
+  const std::vector<Device> devices;  // by rank
+  std::mutex mutex;
+  std::optional<LinkPacer> links;  // unless messages arrive at once
+  // Transports that their ranks have not fetched yet, by number of the split and first member.
+  std::map<std::pair<int, int>, std::vector<std::unique_ptr<Transport>>> splits;
+
+ private:
+  // A call that not all ranks have made yet.
+  struct OpenCall {
+    uint64_t hash;
+    int rank;  // the first rank that made the call
+    int arrived;
+    std::string what;
+  };
+  template <typename Pending>
+  void throw_if_failed(int rank, Pending pending) const {
+    if (!failure_.empty()) throw_failed(rank, pending());
+  }
+  [[noreturn]] void throw_failed(int rank, const std::string& doing) const;
+  std::string no_progress(int rank, const std::string& doing) const;
+
+  const RunningClock::Watch watch_;
+  std::string failure_;
+  struct {
+    int arrived = 0;
+    uint64_t passed = 0;  // number of barriers that all ranks have passed
+  } barrier_;
+  // One condition variable per rank, so that a message wakes only its receiver.
+  std::vector<std::condition_variable> changed_;
+  std::deque<OpenCall> open_;
+  uint64_t first_open_ = 1;  // the number of the call open_[0]
+  std::vector<std::deque<Offer*>> offers_;
+};
+
 namespace {
 
 using Offer = LocalHub::Offer;
@@ -316,6 +421,81 @@ std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<
     transports.push_back(std::make_unique<LocalTransport>(hub, static_cast<int>(r), devices[r]));
   }
   return transports;
+}
+
+LocalHub::LocalHub(std::vector<Device> devices, std::chrono::milliseconds timeout, const EmulatedLink& link)
+    : world(static_cast<int>(devices.size())),
+      timeout(timeout),
+      devices(std::move(devices)),
+      changed_(static_cast<size_t>(world)),
+      offers_(static_cast<size_t>(world) * static_cast<size_t>(world)) {
+  if (link) links.emplace(link, world);
+}
+
+bool LocalHub::arrived(Offer& offer) {
+  return !links || links->arrived(offer.flow, LinkPacer::Time::clock::now()) == offer.bytes;
+}
+
+LinkPacer::Time LocalHub::arrives_at(const Offer& offer) const {
+  return links ? links->earliest(offer.flow, offer.bytes) : LinkPacer::Time::max();
+}
+
+void LocalHub::barrier(int rank) {
+  std::unique_lock lock(mutex);
+  const uint64_t mine = barrier_.passed;
+  if (++barrier_.arrived == world) {
+    barrier_.arrived = 0;
+    ++barrier_.passed;
+    wake_all();
+  }
+  wait(
+      lock, rank, [&] { return barrier_.passed != mine; },
+      [&] { return fmt::format("at a barrier that {} of {} ranks have reached", barrier_.arrived, world); });
+}
+
+void LocalHub::begin_call(int rank, uint64_t number, const Call& call) {
+  std::lock_guard lock(mutex);
+  throw_if_failed(rank, [&] { return call.what; });
+  const size_t index = number - first_open_;
+  if (index == open_.size()) open_.push_back({call.hash, rank, 0, call.what});
+  OpenCall& open = open_[index];
+  if (open.hash != call.hash) {
+    fail_and_throw(fmt::format("ranks disagree: call {} of rank {} is {}, of rank {} it is {}{}", number,
+                               open.rank, open.what, rank, call.what,
+                               open.what == call.what ? "; the calls differ in something else" : ""));
+  }
+  ++open.arrived;
+  while (!open_.empty() && open_.front().arrived == world) {
+    open_.pop_front();
+    ++first_open_;
+  }
+}
+
+void LocalHub::check(int rank) {
+  std::lock_guard lock(mutex);
+  if (!failure_.empty()) throw CommError(fmt::format("rank {}: {}", rank, failure_));
+}
+
+void LocalHub::fail(const std::string& reason) {
+  if (failure_.empty()) failure_ = "the group failed: " + reason;
+  wake_all();
+}
+
+void LocalHub::fail_and_throw(const std::string& text) {
+  fail(text);
+  throw CommError(text);
+}
+
+void LocalHub::throw_failed(int rank, const std::string& doing) const {
+  throw CommError(fmt::format("rank {}: {}: {}", rank, doing, failure_));
+}
+
+std::string LocalHub::no_progress(int rank, const std::string& doing) const {
+  return fmt::format("rank {}: no progress for {} ms: {}", rank, timeout.count(), doing);
+}
+
+void LocalHub::wake_all() {
+  for (std::condition_variable& c : changed_) c.notify_all();
 }
 
 }  // namespace gradwire
