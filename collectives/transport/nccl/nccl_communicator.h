@@ -8,14 +8,62 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "collectives/net/membership.h"
+#include "collectives/transport/exchange_watch.h"
 #include "collectives/transport/nccl/nccl_api.h"
-#include "collectives/transport/nccl/nccl_calls.h"
+#include "collectives/transport/transport.h"
+#include "runtime/device/device.h"
 #include "runtime/threads/running_clock.h"
+#include "runtime/threads/thread.h"
 
 namespace gradwire {
+
+// The transport's compound NCCL calls: a group of sends and receives, joining, and waiting for non-blocking
+// communicators. The functions access only their arguments, so they may run on any thread.
+
+// CUDA functions that the transport needs besides NCCL. Tests supply other functions.
+class GpuCalls {
+ public:
+  virtual ~GpuCalls() = default;
+  virtual bool capturing(const Stream& stream) = 0;
+  virtual cudaStream_t native(const Stream& stream) = 0;
+  // Return a mark for an exchange that runs once, or for a captured exchange.
+  virtual std::unique_ptr<ExchangeMark> make_mark() = 0;
+  virtual std::unique_ptr<ExchangeMark> make_captured_mark(const Stream& stream) = 0;
+  // Prepares a thread that polls marks or calls NCCL, so that the thread does not disturb captures of other
+  // threads. Must be the thread's first call.
+  virtual void enter_thread() {}
+};
+
+// Limits of a wait for NCCL.
+struct NcclPatience {
+  SteadyClock::time_point deadline = SteadyClock::time_point::max();
+  std::function<bool()> stop = [] { return false; };
+  std::function<void(std::chrono::microseconds)> pause;  // sleeps for this time
+};
+
+// Waits until `comm` is idle. `result`: the result of the last call on `comm`. Only non-blocking
+// communicators return ncclInProgress: a caller's communicator, or a communicator created with
+// NCCL_COMM_BLOCKING=0. Polls for 100 us before sleeping: NCCL takes about 20 us, and the shortest sleep
+// takes about 60 us.
+ncclResult_t settle_nccl(const NcclApi& api, ncclComm_t comm, ncclResult_t result,
+                         const NcclPatience& patience);
+
+// Enqueues the transfers as one NCCL group. Ends the group even on an error.
+ncclResult_t run_nccl_group(const NcclApi& api, ncclComm_t comm, cudaStream_t stream,
+                            const std::vector<Transfer>& transfers, const NcclPatience& patience);
+
+ncclResult_t run_nccl_allreduce(const NcclApi& api, ncclComm_t comm, cudaStream_t stream, const float* in,
+                                float* out, int64_t count, bool mean, const NcclPatience& patience);
+
+// Returns the initialized communicator. Throws CommError at the deadline.
+ncclComm_t init_nccl(const NcclApi& api, const std::shared_ptr<GpuCalls>& gpu, int rank, int world,
+                     const ncclUniqueId& id, SteadyClock::time_point deadline);
 
 // Runs the given function if the communicator still exists.
 using WhileAlive = std::function<void(const std::function<void()>&)>;
@@ -104,6 +152,94 @@ class NcclCommunicator {
   std::atomic<ncclComm_t> comm_;  // null after an abort
   std::atomic<bool> revoked_ = false;
   int rank_ = 0, world_ = 1;
+};
+
+// Detects that a group over NCCL has failed, notifies the other ranks and ends the communicator.
+
+// Watches a communicator on a thread. Any thread may call the methods, except as noted.
+class NcclWatch {
+ public:
+  // Describes another rank's call that differs from the call of a stalled exchange; "" if no such call is
+  // known.
+  using OtherCall = std::function<std::string(const WatchedExchange& stalled)>;
+
+  // Starts watching. `group`: null if the ranks have no store. `timeout`: an exchange's timeout; 0: this
+  // object watches no exchanges, and the communicator's owner watches them. All arguments must outlive the
+  // object.
+  NcclWatch(NcclCommunicator& comm, Membership* group, std::chrono::milliseconds timeout,
+            OtherCall other_call);
+  ~NcclWatch() { stop(); }
+
+  bool watches() const { return timeout_.count() > 0; }
+  std::chrono::milliseconds timeout() const { return timeout_; }
+  // Returns this rank's activity, for other ranks' errors.
+  std::string standing();
+
+  // Fails the group with `cause`. `from_group`: another rank has reported the cause.
+  void fail(const std::string& cause, bool from_group = false);
+  // Returns whether the group has failed. The failure may not have been handled yet.
+  bool failing();
+  // Throws CommError if the group has failed; first waits until the failure has been handled.
+  void throw_if_failed(const std::string& doing);
+  // Fails the group, waits until the watching thread has notified the peers, then throws.
+  [[noreturn]] void give_up(const std::string& doing, const std::string& cause);
+  // Waits until a failure has been handled.
+  void await_failure_handled();
+
+  // Returns a mark for an exchange on `stream`. Used only by the thread that makes calls.
+  std::unique_ptr<ExchangeMark> mark_for(const Stream& stream);
+  void watch_exchange(std::unique_ptr<ExchangeMark> mark, WatchedExchange exchange);
+  // Runs `call`, a call of NCCL on the caller's thread, and reports the call if it does not return in time.
+  ncclResult_t watch_call(const std::string& what, const std::vector<Transfer>& transfers,
+                          const std::function<ncclResult_t()>& call);
+
+  // Ends the watching thread. Returns whether the group had failed. If the communicator does not end in time,
+  // the thread outlives this object.
+  bool stop();
+  // Returns whether all exchanges have ended. Must follow stop(). If an exchange has not ended, finalizing
+  // NCCL would wait for that exchange without a limit.
+  bool drained();
+
+ private:
+  struct Cause {
+    std::string text;
+    bool from_group = false;
+  };
+  // The NCCL call in progress on the caller's thread.
+  struct InNccl {
+    SteadyClock::time_point since;
+    const std::string* what;
+    const std::vector<Transfer>* transfers;
+  };
+  // Decides when to compare a stalled exchange's call with the other ranks' calls.
+  struct Doubt {
+    uint64_t exchange = 0;  // the exchange's number
+    SteadyClock::time_point next = SteadyClock::time_point::min();
+    std::chrono::milliseconds interval{0};
+    bool is_due(uint64_t number, SteadyClock::time_point now);
+  };
+
+  void watch();
+  std::string notify_group(const std::string& cause);
+  // The methods below require mutex_. Methods with a parameter `lock` release the mutex while they wait.
+  void look(std::unique_lock<std::mutex>& lock, Doubt& doubt);
+  void end_group(std::unique_lock<std::mutex>& lock);
+  std::string overdue();
+
+  NcclCommunicator& comm_;
+  Membership* const group_;
+  const std::chrono::milliseconds timeout_;
+  const OtherCall other_call_;
+  std::mutex mutex_;  // guards the members below
+  std::condition_variable changed_;
+  ExchangesInFlight in_flight_;
+  std::optional<InNccl> in_nccl_;
+  std::vector<std::unique_ptr<ExchangeMark>> spare_;
+  std::optional<Cause> cause_;  // the failure's cause
+  std::string failure_;         // the final error; "": no failure, or not handled yet
+  std::string standing_;
+  bool stop_ = false;
+  Thread thread_;
 };
 
 }  // namespace gradwire

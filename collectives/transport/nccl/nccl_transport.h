@@ -15,10 +15,8 @@
 #include "collectives/transport/exchange_watch.h"
 #include "collectives/transport/nccl/nccl_api.h"
 #include "collectives/transport/nccl/nccl_call_sequence.h"
-#include "collectives/transport/nccl/nccl_calls.h"
 #include "collectives/transport/nccl/nccl_communicator.h"
 #include "collectives/transport/nccl/nccl_memory.h"
-#include "collectives/transport/nccl/nccl_watch.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {
