@@ -12,7 +12,6 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/transport/tcp/crc32c.h"
 #include "runtime/util/crc32.h"
 #include "runtime/util/error.h"
 

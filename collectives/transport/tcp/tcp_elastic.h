@@ -10,7 +10,6 @@
 #include "collectives/net/membership.h"
 #include "collectives/net/quorum.h"
 #include "collectives/transport/tcp/tcp.h"
-#include "collectives/transport/tcp/tcp_failure.h"
 #include "collectives/transport/tcp/tcp_links.h"
 #include "collectives/transport/transport.h"
 

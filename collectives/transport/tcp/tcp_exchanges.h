@@ -10,9 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "collectives/transport/tcp/tcp_failure.h"
+#include "collectives/transport/tcp/tcp.h"
 #include "collectives/transport/tcp/tcp_links.h"
-#include "collectives/transport/tcp/tcp_messages.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {

@@ -11,7 +11,6 @@
 #include "collectives/transport/tcp/tcp.h"
 #include "collectives/transport/tcp/tcp_elastic.h"
 #include "collectives/transport/tcp/tcp_exchanges.h"
-#include "collectives/transport/tcp/tcp_failure.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {
