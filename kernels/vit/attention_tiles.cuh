@@ -7,7 +7,6 @@
 
 #include <type_traits>
 
-#include "kernels/cuda/reduce.cuh"
 #include "kernels/cuda/vector.cuh"
 #include "kernels/vit/attention.h"
 

@@ -5,7 +5,7 @@
 // memory bandwidth. Deterministic: sums in fixed order.
 #include <tuple>
 
-#include "kernels/cuda/columns.cuh"
+#include "kernels/cuda/vector.cuh"
 #include "kernels/vit/bias.h"
 
 namespace gradwire::cuda {

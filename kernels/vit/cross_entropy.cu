@@ -8,7 +8,7 @@
 // losses are added in row order, in double.
 #include <limits>
 
-#include "kernels/cuda/reduce.cuh"
+#include "kernels/cuda/vector.cuh"
 #include "kernels/math/exp.h"
 #include "kernels/vit/cross_entropy.h"
 

@@ -6,7 +6,7 @@
 // bandwidth (arithmetic takes about two thirds of the time).
 #include <type_traits>
 
-#include "kernels/cuda/columns.cuh"
+#include "kernels/cuda/vector.cuh"
 #include "kernels/math/gelu.h"
 #include "kernels/vit/bias.h"
 #include "kernels/vit/gelu.h"

@@ -3,7 +3,7 @@
 // A thread keeps its column of the (B * T, 3C) or (B * T, C) side, so the column is divided into part, head
 // and dim only once. This side is read or written in whole lines, the other side in runs of head_dim
 // elements. Limit: memory bandwidth.
-#include "kernels/cuda/columns.cuh"
+#include "kernels/cuda/vector.cuh"
 #include "kernels/vit/heads.h"
 
 namespace gradwire::cuda {

@@ -8,8 +8,7 @@
 // registers, add them in group order and write one partial row. A second kernel adds the partial rows in
 // order. Other rows are processed by one block each, with 4-byte accesses, and the parameter gradients read x
 // and dy a second time. Limit: memory bandwidth. Deterministic: no atomics.
-#include "kernels/cuda/columns.cuh"
-#include "kernels/cuda/row_slice.cuh"
+#include "kernels/cuda/vector.cuh"
 #include "kernels/vit/bias.h"
 #include "kernels/vit/layer_norm.h"
 

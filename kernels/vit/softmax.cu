@@ -4,7 +4,7 @@
 // the passes: softmax moves 8 B (FP32) or 6 B (BF16) per element, and its backward pass 12 or 6 B, in 16-byte
 // accesses. Other rows are processed by one block each, with 4-byte accesses, and read again from cache.
 // Limit: memory bandwidth. Deterministic.
-#include "kernels/cuda/row_slice.cuh"
+#include "kernels/cuda/vector.cuh"
 #include "kernels/math/exp.h"
 #include "kernels/vit/softmax.h"
 

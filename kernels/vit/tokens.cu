@@ -6,7 +6,7 @@
 // columns and walks over all tokens and images of these columns in order, so one pass gives the copy,
 // d_position, d_class_token and d_bias, deterministically and without a workspace. It moves 8 or 6 B per
 // element. Limit: memory bandwidth, once width / 16 blocks fill the device.
-#include "kernels/cuda/columns.cuh"
+#include "kernels/cuda/vector.cuh"
 #include "kernels/vit/tokens.h"
 
 namespace gradwire::cuda {

@@ -122,7 +122,7 @@ def examine(path: pathlib.Path, cache: pathlib.Path) -> list[dict]:
 
 
 def label(full: str) -> str:
-    """Returns the kernel's name, with the op for kernels of kernels/cuda/columns.cuh that run several."""
+    """Returns the kernel's name, with the op for kernels of kernels/cuda/vector.cuh that run several."""
     name = base_name(full)
     op = re.search(r"namespace\)::(\w+)[<(,> ]", full.partition("<")[2])
     return f"{name}({op.group(1)})" if name in ("for_columns_kernel",
