@@ -6,7 +6,6 @@
 #include <cmath>
 #include <random>
 
-#include "kernels/feedback/clip.h"
 #include "kernels/feedback/feedback.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/optimizer/optimizer.h"

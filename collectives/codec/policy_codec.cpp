@@ -27,7 +27,6 @@
 #include <numeric>
 
 #include "collectives/codec/codec.h"
-#include "kernels/feedback/clip.h"
 #include "kernels/feedback/feedback.h"
 #include "kernels/powersgd/pack.h"
 #include "kernels/wire/fp32.h"

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "collectives/reducer/snapshot.h"
-#include "kernels/feedback/clip.h"
+#include "kernels/feedback/feedback.h"
 #include "kernels/math/bf16.h"
 #include "tests/collectives/conservation.h"
 #include "tests/collectives/reducer_rank.h"
