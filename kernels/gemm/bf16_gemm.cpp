@@ -2,10 +2,35 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 
-#include "kernels/gemm/bf16_pack.h"
+#include "kernels/math/bf16.h"
 #include "kernels/simd/simd.h"
 #include "runtime/threads/thread.h"
+#include "runtime/util/error.h"
+
+#ifdef __x86_64__
+// GCC 12 warns about undefined values in the header itself:
+// https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#define GW_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
+#define GW_AVX512_INLINE __attribute__((target("avx512f,avx512bw,avx512vl"), always_inline)) inline
+#endif
+
+#ifdef __x86_64__
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+#if defined(__x86_64__) && defined(__linux__)
+#define GW_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace gradwire::host {
 namespace {
@@ -154,6 +179,378 @@ void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_
     }
   }
   put_rows(&finished, 0, finished.at.rows);
+}
+
+}  // namespace gradwire::host
+
+namespace gradwire {
+
+void reference::pack_bf16(const host::Bf16Lines& lines, const host::Bf16Panel& panel) {
+  auto element = [&](int64_t line, int64_t i) -> uint32_t {
+    if (line >= lines.count || i >= lines.k) return 0;
+    return lines.from[lines.are_rows ? line * lines.ld + i : i * lines.ld + line].bits;
+  };
+  for (int64_t p = 0; p < panel.pairs; ++p) {
+    for (int64_t i = 0; i < panel.width; ++i) {
+      const int64_t at =
+          panel.in_blocks
+              ? (p / host::kPairsPerBlock * panel.width + i) * host::kPairsPerBlock + p % host::kPairsPerBlock
+              : p * panel.width + i;
+      panel.to[at] = element(i, 2 * p) | element(i, 2 * p + 1) << 16;
+    }
+  }
+}
+
+namespace host {
+
+#ifdef __x86_64__
+namespace {
+
+// A block of words: 16 lines of 16 pairs, or 16 pairs of 16 lines.
+struct Words {
+  __m512i row[16];
+};
+
+GW_AVX512_INLINE Words transposed(Words w) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(w.row[i], w.row[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(w.row[i], w.row[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    w.row[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    w.row[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    w.row[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    w.row[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  // Now row 4g + c holds, in its 128-bit lane l, rows 4g to 4g + 3 of column 4l + c.
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const __m512i even_low = _mm512_shuffle_i32x4(w.row[c], w.row[4 + c], 0x88);
+    const __m512i even_high = _mm512_shuffle_i32x4(w.row[8 + c], w.row[12 + c], 0x88);
+    const __m512i odd_low = _mm512_shuffle_i32x4(w.row[c], w.row[4 + c], 0xdd);
+    const __m512i odd_high = _mm512_shuffle_i32x4(w.row[8 + c], w.row[12 + c], 0xdd);
+    t[c] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+    t[4 + c] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+    t[8 + c] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
+    t[12 + c] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
+  }
+  Words out;
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) out.row[i] = t[i];
+  return out;
+}
+
+GW_AVX512_INLINE uint32_t first_bits(int64_t count) {
+  if (count <= 0) return 0;
+  return count >= 32 ? ~0u : (1u << count) - 1;
+}
+
+// Loads lines `line` to line + 15, pairs `pair` to pair + 15, as far as they exist; a row per line.
+GW_AVX512_INLINE Words load_rows(const Bf16Lines& lines, int64_t line, int64_t pair) {
+  const __mmask32 there = first_bits(lines.k - 2 * pair);
+  const Bf16* from = lines.from + line * lines.ld + 2 * pair;
+  Words w;
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    w.row[i] = _mm512_maskz_loadu_epi16(line + i < lines.count ? there : 0, from + i * lines.ld);
+  }
+  return w;
+}
+// Loads the same words as load_rows(), with a row per pair.
+GW_AVX512_INLINE Words load_columns(const Bf16Lines& lines, int64_t line, int64_t pair) {
+  const auto there = static_cast<__mmask16>(first_bits(lines.count - line));
+  const Bf16* from = lines.from + 2 * pair * lines.ld + line;
+  Words w;
+#pragma GCC unroll 16
+  for (int p = 0; p < 16; ++p) {
+    const int64_t i = 2 * (pair + p);
+    const __m256i first = _mm256_maskz_loadu_epi16(i < lines.k ? there : 0, from + 2 * p * lines.ld);
+    const __m256i second =
+        _mm256_maskz_loadu_epi16(i + 1 < lines.k ? there : 0, from + (2 * p + 1) * lines.ld);
+    w.row[p] =
+        _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
+  }
+  return w;
+}
+
+template <bool kLinesAreRows, bool kInBlocks>
+GW_AVX512_INLINE void pack_blocks(const Bf16Lines& lines, const Bf16Panel& panel) {
+  for (int64_t pair = 0; pair < panel.pairs; pair += kPairsPerBlock) {
+    for (int64_t line = 0; line < panel.width; line += 16) {
+      Words w = kLinesAreRows ? load_rows(lines, line, pair) : load_columns(lines, line, pair);
+      if constexpr (kLinesAreRows != kInBlocks) w = transposed(w);
+      if constexpr (kInBlocks) {
+        uint32_t* to = panel.to + (pair / kPairsPerBlock * panel.width + line) * kPairsPerBlock;
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) {
+          if (line + i < panel.width) _mm512_storeu_si512(to + i * kPairsPerBlock, w.row[i]);
+        }
+      } else {
+        const auto columns = static_cast<__mmask16>(first_bits(panel.width - line));
+        uint32_t* to = panel.to + pair * panel.width + line;
+#pragma GCC unroll 16
+        for (int p = 0; p < 16; ++p) {
+          if (pair + p < panel.pairs) _mm512_mask_storeu_epi32(to + p * panel.width, columns, w.row[p]);
+        }
+      }
+    }
+  }
+}
+
+GW_AVX512 void pack_avx512(const Bf16Lines& lines, const Bf16Panel& panel) {
+  if (lines.are_rows) {
+    panel.in_blocks ? pack_blocks<true, true>(lines, panel) : pack_blocks<true, false>(lines, panel);
+  } else {
+    panel.in_blocks ? pack_blocks<false, true>(lines, panel) : pack_blocks<false, false>(lines, panel);
+  }
+}
+
+}  // namespace
+#endif
+
+void pack_bf16(const Bf16Lines& lines, const Bf16Panel& panel) {
+#ifdef __x86_64__
+  if (has_bf16_products(Bf16Products::avx512)) return pack_avx512(lines, panel);
+#endif
+  reference::pack_bf16(lines, panel);
+}
+
+}  // namespace host
+
+}  // namespace gradwire
+
+namespace gradwire::host {
+
+namespace {
+
+constexpr int kAvx512Rows = 14;  // accumulators use 28 of 32 vector registers
+constexpr int kAmxRows = 32;     // accumulators use 2 x 2 tile registers of 16 x 16
+
+// Returns x, or zero if x is subnormal: applied to operands and results.
+float flushed(float x) {
+  return std::abs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
+}
+// Return the two BF16 numbers of a pair; the first is in the lower half.
+float first_of(uint32_t pair) {
+  return flushed(bits_float(pair << 16));
+}
+float second_of(uint32_t pair) {
+  return flushed(bits_float(pair & 0xffff0000u));
+}
+
+void run_all(const Bf16Meanwhile& meanwhile) {
+  meanwhile.run(meanwhile.work, 0, meanwhile.parts);
+}
+
+void avx512_emulated(const Bf16Rows& rows, const uint32_t* b, int64_t pairs, float* tile,
+                     const Bf16Meanwhile& meanwhile) {
+  run_all(meanwhile);
+  const uint32_t* a = rows.from;
+  std::fill_n(tile, kAvx512Rows * kBf16Columns, 0.0f);
+  for (int64_t p = 0; p < pairs; ++p, a += rows.block, b += kBf16Columns) {
+    for (int row = 0; row < kAvx512Rows; ++row) {
+      for (int column = 0; column < kBf16Columns; ++column) {
+        float& sum = tile[row * kBf16Columns + column];
+        sum = flushed(std::fma(second_of(a[row]), second_of(b[column]), sum));
+        sum = flushed(std::fma(first_of(a[row]), first_of(b[column]), sum));
+      }
+    }
+  }
+}
+
+void amx_emulated(const Bf16Rows& rows, const uint32_t* b, int64_t pairs, float* tile,
+                  const Bf16Meanwhile& meanwhile) {
+  run_all(meanwhile);
+  const uint32_t* a = rows.from;
+  std::fill_n(tile, kAmxRows * kBf16Columns, 0.0f);
+  for (int64_t p = 0; p < pairs; p += kPairsPerBlock, a += rows.block, b += kPairsPerBlock * kBf16Columns) {
+    for (int row = 0; row < kAmxRows; ++row) {
+      for (int column = 0; column < kBf16Columns; ++column) {
+        float first = 0.0f, second = 0.0f;
+        for (int i = 0; i < kPairsPerBlock; ++i) {
+          const uint32_t x = a[row * rows.row + i], y = b[i * kBf16Columns + column];
+          first = flushed(std::fma(first_of(x), first_of(y), first));
+          second = flushed(std::fma(second_of(x), second_of(y), second));
+        }
+        float& sum = tile[row * kBf16Columns + column];
+        sum = flushed(sum + flushed(first + second));
+      }
+    }
+  }
+}
+
+#ifdef __x86_64__
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void avx512(const Bf16Rows& rows,
+                                                                            const uint32_t* b, int64_t pairs,
+                                                                            float* tile,
+                                                                            const Bf16Meanwhile& meanwhile) {
+  run_all(meanwhile);
+  const uint32_t* a = rows.from;
+  __m512 low[kAvx512Rows], high[kAvx512Rows];
+#pragma GCC unroll 14
+  for (int row = 0; row < kAvx512Rows; ++row) low[row] = high[row] = _mm512_setzero_ps();
+  for (int64_t p = 0; p < pairs; ++p, a += rows.block, b += kBf16Columns) {
+    const auto b_low = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b));
+    const auto b_high = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + kBf16Columns / 2));
+#pragma GCC unroll 14
+    for (int row = 0; row < kAvx512Rows; ++row) {
+      const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a[row])));
+      low[row] = _mm512_dpbf16_ps(low[row], x, b_low);
+      high[row] = _mm512_dpbf16_ps(high[row], x, b_high);
+    }
+  }
+#pragma GCC unroll 14
+  for (int row = 0; row < kAvx512Rows; ++row) {
+    _mm512_storeu_ps(tile + row * kBf16Columns, low[row]);
+    _mm512_storeu_ps(tile + row * kBf16Columns + kBf16Columns / 2, high[row]);
+  }
+}
+#endif
+
+#ifdef GW_AMX
+// Computes a tile by AMX. Tile registers 0 to 3: C; 4 and 5: rows 0 to 15 and 16 to 31 of A; 6 and 7: columns
+// 0 to 15 and 16 to 31 of B.
+__attribute__((target("amx-tile,amx-bf16"))) void amx(const Bf16Rows& rows, const uint32_t* b, int64_t pairs,
+                                                      float* tile, const Bf16Meanwhile& meanwhile) {
+  constexpr int kTileBytes = kBf16Columns * 4;
+  const uint32_t* a = rows.from;
+  const int64_t half = kAmxRows / 2 * rows.row, row_bytes = 4 * rows.row;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  const int64_t blocks = pairs / kPairsPerBlock;
+  for (int64_t i = 0; i < blocks; ++i, a += rows.block, b += kPairsPerBlock * kBf16Columns) {
+    _tile_loadd(4, a, row_bytes);
+    _tile_loadd(6, b, kTileBytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b + 16, kTileBytes);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, a + half, row_bytes);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    meanwhile.run(meanwhile.work, meanwhile.parts * i / blocks, meanwhile.parts * (i + 1) / blocks);
+  }
+  _tile_stored(0, tile, kTileBytes);
+  _tile_stored(1, tile + 16, kTileBytes);
+  _tile_stored(2, tile + 16 * kBf16Columns, kTileBytes);
+  _tile_stored(3, tile + 16 * kBf16Columns + 16, kTileBytes);
+}
+
+// The operand of LDTILECFG: 8 tile registers of 16 rows of 64 bytes.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+__attribute__((target("amx-tile"))) void configure_amx() {
+  // `config` is static, so that all 64 bytes are in memory: the intrinsic's argument type covers only the
+  // first 8
+  static constexpr TileConfig config;
+  _tile_loadconfig(&config);
+}
+// Releases the tile registers. Otherwise the kernel saves 8 KB more at each of this thread's context
+// switches.
+__attribute__((target("amx-tile"))) void release_amx() {
+  _tile_release();
+}
+
+// Returns whether the process may use tile registers: checks CPUID's bits and requests Linux's permission.
+bool permits_amx() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return false;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+bool has_avx512_bf16() {
+#ifdef __x86_64__
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+// Returns whether the processor has AVX512-FP16, which identifies Intel's processors since Sapphire Rapids.
+// Their VDPBF16PS is slower than two FP32 FMAs: 115 against 174 GFLOP/s were measured. These processors
+// should use AMX, but a virtual machine may hide it.
+bool has_avx512_fp16() {
+#ifdef __x86_64__
+  return __builtin_cpu_supports("avx512fp16");
+#else
+  return false;
+#endif
+}
+
+// Returns whether AMX is usable. Packing for AMX uses AVX-512; every processor with AMX has AVX-512.
+bool has_amx() {
+#ifdef GW_AMX
+  static const bool permitted = has_avx512_bf16() && permits_amx();
+  return permitted;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+bool has_bf16_products(Bf16Products way) {
+  if (way == Bf16Products::amx) return has_amx();
+  if (way == Bf16Products::avx512) return has_avx512_bf16();
+  return true;
+}
+
+Bf16Products best_bf16_products() {
+  if (has_amx()) return Bf16Products::amx;
+  return has_avx512_bf16() && !has_avx512_fp16() ? Bf16Products::avx512 : Bf16Products::widened;
+}
+
+const char* name_of(Bf16Products way) {
+  switch (way) {
+    case Bf16Products::amx:
+      return "AMX";
+    case Bf16Products::amx_emulated:
+      return "AMX, emulated";
+    case Bf16Products::avx512:
+      return "AVX512-BF16";
+    case Bf16Products::avx512_emulated:
+      return "AVX512-BF16, emulated";
+    case Bf16Products::widened:
+      return "FP32";
+  }
+  throw Error("unknown Bf16Products");
+}
+
+Bf16TileShape tile_shape(Bf16Products way) {
+  const bool blocks = way == Bf16Products::amx || way == Bf16Products::amx_emulated;
+  return {.rows = blocks ? kAmxRows : kAvx512Rows, .in_blocks = blocks};
+}
+
+Bf16Tiles::Bf16Tiles(Bf16Products way) : way_(way) {
+  multiply_ = way == Bf16Products::amx_emulated ? amx_emulated : avx512_emulated;
+#ifdef __x86_64__
+  if (way == Bf16Products::avx512) multiply_ = avx512;
+#endif
+#ifdef GW_AMX
+  if (way == Bf16Products::amx) {
+    multiply_ = amx;
+    configure_amx();
+  }
+#endif
+}
+
+Bf16Tiles::~Bf16Tiles() {
+#ifdef GW_AMX
+  if (way_ == Bf16Products::amx) release_amx();
+#endif
 }
 
 }  // namespace gradwire::host

@@ -12,9 +12,7 @@
 
 #include "kernels/blas/blas.h"
 #include "kernels/gemm/bf16_gemm.h"
-#include "kernels/gemm/epilogue.h"
 #include "kernels/gemm/gemm.h"
-#include "kernels/gemm/small_gemm.h"
 #include "kernels/simd/convert.h"
 #include "runtime/threads/resources.h"
 #include "runtime/threads/thread.h"

@@ -1,7 +1,6 @@
 // Scalar product with double accumulation.
 #include "kernels/gemm/gemm.h"
 
-#include "kernels/gemm/epilogue.h"
 
 namespace gradwire::reference {
 namespace {

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <random>
 
-#include "kernels/gemm/bf16_pack.h"
 #include "tests/kernels/gemm_operands.h"
 #include "tests/support/thinned.h"
 #ifdef GRADWIRE_SIMT_TESTS

@@ -5,7 +5,6 @@
 #include <array>
 #include <cmath>
 
-#include "kernels/gemm/column_major_gemm.h"
 #include "runtime/util/error.h"
 #include "tests/kernels/gemm_operands.h"
 #include "tests/support/expect.h"
