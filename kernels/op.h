@@ -13,7 +13,7 @@
 #include <string>
 #include <type_traits>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "runtime/device/device.h"
 #include "runtime/device/op_count.h"
 #include "runtime/util/error.h"

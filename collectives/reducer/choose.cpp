@@ -11,8 +11,7 @@
 
 #include "collectives/reducer/reducer.h"
 #include "collectives/reducer/report.h"
-#include "kernels/math/bf16.h"
-#include "kernels/math/fp16.h"
+#include "kernels/math/small_float.h"
 
 namespace gradwire {
 namespace {

@@ -6,7 +6,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/math/column_chunks.h"
 #include "runtime/device/launch.cuh"
 
@@ -187,7 +187,7 @@ __device__ __forceinline__ void store_vector(uint16_t* to, const uint16_t (&from
 }
 
 // Pack, load and store BF16 operands, which are widened when loaded and rounded when stored
-// (kernels/math/bf16.h).
+// (kernels/math/small_float.h).
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 #ifdef __CUDA_ARCH__
   const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);  // one instruction rounds both values

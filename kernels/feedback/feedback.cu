@@ -3,7 +3,7 @@
 #include "kernels/feedback/feedback.h"
 
 #include "kernels/cuda/vector.cuh"
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 
 namespace gradwire::cuda {
 namespace {

@@ -23,7 +23,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernels/math/hd.h"
+#include "kernels/math/small_float.h"
 #include "kernels/op.h"
 
 namespace gradwire {

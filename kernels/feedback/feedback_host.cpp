@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "kernels/feedback/feedback.h"
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/simd/simd.h"
 #include "runtime/threads/thread_pool.h"
 

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cmath>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/simd/simd.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"

@@ -13,7 +13,7 @@
 #include <cstdint>
 
 #include "kernels/gemm/gemm.h"
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/simd/aligned_memory.h"
 
 namespace gradwire::host {

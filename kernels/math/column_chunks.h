@@ -7,7 +7,7 @@
 #include <array>
 #include <cstdint>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 
 namespace gradwire {
 

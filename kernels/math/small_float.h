@@ -3,10 +3,105 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
-#include "kernels/math/bf16.h"
+#if defined(__CUDACC__)
+#define GW_HD __host__ __device__ __forceinline__
+#define GW_HD_LAMBDA
+#elif defined(__GNUC__)
+#define GW_HD __attribute__((always_inline)) inline
+#define GW_HD_LAMBDA __attribute__((always_inline))
+#else
+#define GW_HD inline
+#define GW_HD_LAMBDA
+#endif
+#ifdef __CUDA_ARCH__
+#define GW_NO_UNROLL _Pragma("unroll 1")
+#else
+#define GW_NO_UNROLL
+#endif
 
 namespace gradwire {
+
+// FP32 <-> BF16 by bit arithmetic, the same on host and device.
+//
+// Rounding keeps two promises that the wire needs: a finite value never becomes infinite (it saturates at the
+// largest finite BF16, 3.3895e38, and error feedback keeps the rest), and a NaN stays a NaN.
+
+// A BF16 number in memory, as an operand of matrix products. (BF16 on the wire is plain uint16_t.)
+struct Bf16 {
+  uint16_t bits;
+};
+
+GW_HD uint32_t float_bits(float x) {
+  uint32_t u;
+  memcpy(&u, &x, sizeof u);
+  return u;
+}
+
+GW_HD float bits_float(uint32_t u) {
+  float x;
+  memcpy(&x, &u, sizeof x);
+  return x;
+}
+
+GW_HD bool is_finite(float x) {
+  return (float_bits(x) & 0x7f800000u) != 0x7f800000u;
+}
+
+GW_HD float bf16_to_float(uint16_t b) {
+  return bits_float(static_cast<uint32_t>(b) << 16);
+}
+
+namespace detail {
+// Returns the upper half of the rounded word. `rounded`: magnitude and sign after the increment; `x`: the
+// word before the increment.
+GW_HD uint16_t bf16_finish(uint32_t x, uint32_t rounded) {
+  if ((x & 0x7f800000u) == 0x7f800000u) {  // Inf stays Inf, NaN stays NaN
+    uint16_t top = static_cast<uint16_t>(x >> 16);
+    return (x & 0x007fffffu) ? static_cast<uint16_t>(top | 0x0040u) : top;
+  }
+  uint16_t top = static_cast<uint16_t>(rounded >> 16);
+  return (top & 0x7f80u) == 0x7f80u ? static_cast<uint16_t>(top - 1) : top;  // saturate at the largest finite
+}
+}  // namespace detail
+
+// Rounds to nearest, ties to even.
+GW_HD uint16_t float_to_bf16_nearest(float value) {
+  uint32_t x = float_bits(value);
+  return detail::bf16_finish(x, x + 0x7fffu + ((x >> 16) & 1u));
+}
+
+// Rounds up in magnitude with probability equal to the discarded fraction; `random` supplies 16 uniform bits.
+// The expected value of the result is `value` (away from saturation).
+GW_HD uint16_t float_to_bf16_stochastic(float value, uint32_t random) {
+  uint32_t x = float_bits(value);
+  return detail::bf16_finish(x, x + (random & 0xffffu));
+}
+
+// Load and store operands in kernels written once for FP32 and BF16 operands; all arithmetic is FP32.
+GW_HD float widen(float x) {
+  return x;
+}
+GW_HD float widen(Bf16 x) {
+  return bf16_to_float(x.bits);
+}
+
+// Rounds to nearest, ties to even, as matrix products do: values beyond the largest finite BF16 become
+// infinity.
+template <typename T>
+GW_HD T narrow(float x);
+template <>
+GW_HD float narrow<float>(float x) {
+  return x;
+}
+template <>
+GW_HD Bf16 narrow<Bf16>(float value) {
+  uint32_t x = float_bits(value);
+  uint32_t rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
+  uint32_t nan = (x >> 16) | 0x0040u;
+  return {static_cast<uint16_t>((x & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
+}
 
 // A format with kMantissa bits of mantissa, exponent bias kBias and magnitudes up to code kMostCode; larger
 // values saturate. Codes exclude the sign. The format has no infinity; the caller handles NaN.
@@ -51,5 +146,109 @@ struct SmallFloat {
     return bits_float(magnitude < largest ? magnitude : largest);
   }
 };
+
+// FP32 <-> FP8 E4M3, and the power-of-two scale of a block, the same on host and device: by the conversion
+// instructions of GPUs from sm_89 on, elsewhere by arithmetic.
+//
+// E4M3 as in OCP's "8-bit Floating Point Specification": sign, 4 bits of exponent with bias 7, 3 of mantissa;
+// largest finite 448, smallest normal 2^-6, quantum below that 2^-9; no infinity; 0x7f and 0xff are NaN.
+//
+// A block's scale is a power of two, 2^k with k from -126 to 119, stored as the byte k + 127 (OCP
+// Microscaling's E8M0). Scaling is therefore exact, E4M3's exponent covers the remaining range, and a scale
+// is never zero.
+
+inline constexpr int kFp8Block = 128;  // values that share a scale
+
+using E4M3 = SmallFloat<3, 7, 0x7e>;
+
+template <bool kFinite = false>
+GW_HD float e4m3_to_float(uint32_t code) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t halves;  // FP16 holds all of E4M3
+  float value;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(code)));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(halves)));
+  return value;
+#else
+  const uint32_t magnitude = code & 0x7fu;
+  const float value = !kFinite && magnitude == 0x7fu ? bits_float(0x7fc00000u) : E4M3::value(magnitude);
+  return bits_float(float_bits(value) | (code & 0x80u) << 24);
+#endif
+}
+
+// Returns the code of a finite value without its sign, rounded to nearest, ties to even; saturates.
+GW_HD uint32_t e4m3_magnitude(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(value));
+  return pair & 0x7fu;
+#else
+  return E4M3::nearest(value);
+#endif
+}
+
+// Returns the code of a value. Saturates at 448; Inf and NaN become NaN, unless kFinite excludes them. Rounds
+// to nearest, ties to even, if `random` is negative; otherwise rounds up in magnitude with probability equal
+// to the discarded fraction, by the 16 bits of `random`.
+template <bool kFinite>
+GW_HD uint32_t float_to_e4m3(float value, int32_t random) {
+  const uint32_t rounded =
+      random < 0 ? e4m3_magnitude(value) : E4M3::stochastic(value, static_cast<uint32_t>(random));
+  const uint32_t code = kFinite || is_finite(value) ? rounded : 0x7fu;
+  return code | ((float_bits(value) >> 24) & 0x80u);
+}
+GW_HD uint8_t float_to_e4m3_nearest(float value) {
+  return static_cast<uint8_t>(float_to_e4m3<false>(value, -1));
+}
+GW_HD uint8_t float_to_e4m3_stochastic(float value, uint32_t random) {
+  return static_cast<uint8_t>(float_to_e4m3<false>(value, static_cast<int32_t>(random & 0xffffu)));
+}
+
+// Returns the scale byte for a block whose largest finite magnitude is `largest`, given as its bits: the
+// least k with largest <= 448 * 2^k = 1.75 * 2^(k + 8).
+GW_HD uint8_t fp8_scale_byte(uint32_t largest_bits) {
+  int32_t exponent = static_cast<int32_t>(largest_bits >> 23);
+  int32_t byte = exponent - 8 + ((largest_bits & 0x7fffffu) > 0x600000u ? 1 : 0);
+  byte = byte > 246 ? 246 : byte;  // 448 * 2^120 overflows a float: values above 1.75 * 2^127 saturate
+  return static_cast<uint8_t>(byte < 1 ? 1 : byte);
+}
+GW_HD float fp8_scale(uint8_t byte) {
+  return bits_float(static_cast<uint32_t>(byte) << 23);
+}
+GW_HD float fp8_inverse_scale(uint8_t byte) {
+  return bits_float((254u - byte) << 23);
+}
+
+// Returns the magnitude bits of x if it is finite, else 0: the operand of a block's maximum.
+GW_HD uint32_t finite_magnitude_bits(float x) {
+  uint32_t magnitude = float_bits(x) & 0x7fffffffu;
+  return magnitude < 0x7f800000u ? magnitude : 0u;
+}
+
+// FP32 <-> FP16 (IEEE 754 binary16) by integer arithmetic, the same on host and device and without branches.
+
+GW_HD float fp16_to_float(uint16_t half) {
+  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fffu) << 13;
+  const uint32_t exponent = magnitude & 0x0f800000u;
+  const float small = bits_float(magnitude + (113u << 23)) - 0x1p-14f;  // 0 and denormals
+  uint32_t bits = magnitude + (112u << 23);
+  bits = exponent == 0x0f800000u ? bits + (112u << 23) : bits;  // Inf and NaN
+  bits = exponent == 0u ? float_bits(small) : bits;
+  return bits_float(bits | static_cast<uint32_t>(half & 0x8000u) << 16);
+}
+
+// Rounds to nearest, ties to even. From 65520 on the result is infinity, so that FP16 training with loss
+// scaling detects overflow.
+GW_HD uint16_t float_to_fp16(float value) {
+  const uint32_t word = float_bits(value), magnitude = word & 0x7fffffffu;
+  const uint32_t normal = (magnitude - (112u << 23) + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+  // One addition rounds to multiples of 2^-24, the denormals' unit.
+  const uint32_t small =
+      float_bits(bits_float(magnitude < (113u << 23) ? magnitude : 0u) + 0.5f) - 0x3f000000u;
+  uint32_t half = magnitude < (113u << 23) ? small : normal;
+  half = magnitude >= 0x47800000u ? 0x7c00u : half;
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;
+  return static_cast<uint16_t>(half | (word >> 16 & 0x8000u));
+}
 
 }  // namespace gradwire

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "kernels/math/hd.h"
+#include "kernels/math/small_float.h"
 
 namespace gradwire {
 

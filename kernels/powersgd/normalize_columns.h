@@ -11,7 +11,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernels/math/hd.h"
+#include "kernels/math/small_float.h"
 #include "kernels/powersgd/powersgd.h"
 
 namespace gradwire {

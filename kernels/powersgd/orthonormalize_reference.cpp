@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/math/orthonormalize.h"
 #include "kernels/powersgd/orthonormalize.h"
 

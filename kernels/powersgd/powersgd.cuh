@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cfloat>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/powersgd/powersgd.h"
 #include "runtime/device/launch.cuh"
 

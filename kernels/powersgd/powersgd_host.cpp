@@ -14,7 +14,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/powersgd/powersgd_simd.h"
 #include "kernels/simd/simd.h"
 #include "runtime/threads/thread_pool.h"

@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/powersgd/powersgd.h"
 
 namespace gradwire::reference {

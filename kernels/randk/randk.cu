@@ -6,7 +6,7 @@
 #include <cfloat>
 
 #include "kernels/cuda/vector.cuh"
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 
 namespace gradwire::cuda {
 namespace {

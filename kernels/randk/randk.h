@@ -1,6 +1,6 @@
 // Random-k sparsification (Stich et al., "Sparsified SGD with Memory", NeurIPS 2018): of each tensor, k
 // coordinates, which all ranks draw identically from (seed, step, tensor), so that the values can be summed
-// without sending their positions. kernels/math/strata.h describes the drawing.
+// without sending their positions. kernels/math/random.h describes the drawing.
 //
 //   randk_gather   S = grad + residual. values = S at the chosen coordinates, where the residual becomes 0;
 //                  elsewhere the residual becomes S. grad becomes 0                           16 B/element
@@ -19,7 +19,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/math/strata.h"
+#include "kernels/math/random.h"
 #include "kernels/op.h"
 
 namespace gradwire {

@@ -7,7 +7,7 @@
 #include <cfloat>
 #include <limits>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/randk/randk.h"
 #include "kernels/simd/simd.h"
 #include "runtime/threads/thread_pool.h"

@@ -3,7 +3,7 @@
 #include <cfloat>
 #include <limits>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/randk/randk.h"
 
 namespace gradwire::reference {

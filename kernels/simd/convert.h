@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 
 namespace gradwire::host {
 

@@ -13,7 +13,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "kernels/math/exp.h"
+#include "kernels/math/gelu.h"
 #include "kernels/simd/simd.h"
 
 namespace gradwire {

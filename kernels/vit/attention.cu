@@ -14,7 +14,7 @@
 // per element (b, t, c), backward 32 or 16 B. FLOPs per head: 4 T^2 D forward, 14 T^2 D backward. With BF16
 // the limit is memory bandwidth, with FP32 the FMAs. Deterministic: sums in fixed order, no atomics.
 #include "kernels/cuda/vector.cuh"
-#include "kernels/math/exp.h"
+#include "kernels/math/gelu.h"
 #include "kernels/vit/attention.h"
 #include "kernels/vit/attention_tiles.cuh"
 #include "kernels/vit/bias.h"

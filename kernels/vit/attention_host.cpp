@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "kernels/math/exp.h"
+#include "kernels/math/gelu.h"
 #include "kernels/simd/column_sum.h"
 #include "kernels/simd/simd.h"
 #include "kernels/vit/attention.h"

@@ -9,7 +9,7 @@
 #include <limits>
 
 #include "kernels/cuda/vector.cuh"
-#include "kernels/math/exp.h"
+#include "kernels/math/gelu.h"
 #include "kernels/vit/cross_entropy.h"
 
 namespace gradwire::cuda {

@@ -3,7 +3,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "kernels/math/exp.h"
+#include "kernels/math/gelu.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/simd.h"
 #include "kernels/vit/cross_entropy.h"

@@ -1,7 +1,7 @@
 // Definitions shared by the scalar references of this folder.
 #pragma once
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 
 namespace gradwire::reference {
 

@@ -5,7 +5,7 @@
 // accesses. Other rows are processed by one block each, with 4-byte accesses, and read again from cache.
 // Limit: memory bandwidth. Deterministic.
 #include "kernels/cuda/vector.cuh"
-#include "kernels/math/exp.h"
+#include "kernels/math/gelu.h"
 #include "kernels/vit/softmax.h"
 
 namespace gradwire::cuda {

@@ -5,7 +5,7 @@
 // which processes the whole row, padding included, and masks.
 #include <limits>
 
-#include "kernels/math/exp.h"
+#include "kernels/math/gelu.h"
 #include "kernels/simd/rows.h"
 #include "kernels/simd/simd.h"
 #include "kernels/simd/vector.h"

@@ -6,7 +6,7 @@
 #include "kernels/wire/bf16.h"
 
 #include "kernels/cuda/vector.cuh"
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/math/random.h"
 #include "kernels/wire/reduce_encode.cuh"
 

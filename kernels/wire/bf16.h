@@ -1,4 +1,4 @@
-// BF16 on the wire: the upper half of a float (kernels/math/bf16.h), 2 bytes per value.
+// BF16 on the wire: the upper half of a float (kernels/math/small_float.h), 2 bytes per value.
 //
 // wire + residual == S exactly, in both rounding modes: the difference of a float and its BF16 rounding is a
 // float, except where it underflows.

@@ -8,7 +8,7 @@
 
 #include <bit>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/wire/host.h"
 #include "runtime/threads/thread_pool.h"
 

@@ -74,7 +74,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/wire/codes.h"
 #include "kernels/wire/format.h"
 

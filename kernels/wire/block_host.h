@@ -4,7 +4,7 @@
 
 #include <bit>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/host.h"
 #include "kernels/wire/host_positions.h"

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/math/fp8.h"
+#include "kernels/math/small_float.h"
 
 namespace gradwire {
 

@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "kernels/math/fp8.h"
+#include "kernels/math/small_float.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/codes.h"
 

@@ -2,7 +2,7 @@
 #include "kernels/wire/fp16.h"
 
 #include "kernels/cuda/vector.cuh"
-#include "kernels/math/fp16.h"
+#include "kernels/math/small_float.h"
 
 namespace gradwire::cuda {
 namespace {

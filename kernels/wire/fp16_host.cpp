@@ -1,7 +1,7 @@
 // FP16 to FP32 and back on the host: plain loops that the compiler vectorizes, on all cores.
 #include "kernels/wire/fp16.h"
 
-#include "kernels/math/fp16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/simd/simd.h"
 #include "runtime/threads/thread_pool.h"
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/math/random.h"
 #include "kernels/simd/vector.h"
 #include "kernels/wire/format.h"

@@ -9,7 +9,7 @@
 // FP32 rounding. NaN and Inf are both sent as NaN, code -m - 1; NaN and Inf do not affect the unit.
 #pragma once
 
-#include "kernels/math/fp8.h"
+#include "kernels/math/small_float.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/codes.h"
 

@@ -9,7 +9,7 @@
 // mxfp6 and nvfp4, NaN and Inf make their group NaN by its scale; see kMasks.
 #pragma once
 
-#include "kernels/math/fp8.h"
+#include "kernels/math/small_float.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/codes.h"
 

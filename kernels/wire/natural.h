@@ -5,7 +5,7 @@
 // Codes: sign in the top bit, then 0 for zero, 127 for NaN and Inf, and 1 to 126 for 2^(top - 126 + code).
 #pragma once
 
-#include "kernels/math/fp8.h"
+#include "kernels/math/small_float.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/codes.h"
 

@@ -8,7 +8,7 @@
 // twice.)
 #pragma once
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 
 namespace gradwire {
 

@@ -9,8 +9,7 @@
 
 #include <cstdint>
 
-#include "kernels/math/bf16.h"
-#include "kernels/math/hd.h"
+#include "kernels/math/small_float.h"
 
 namespace gradwire {
 

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/math/random.h"
 #include "kernels/wire/bf16.h"
 #include "kernels/wire/block.h"

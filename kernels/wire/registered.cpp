@@ -18,7 +18,7 @@
 #include <new>
 #include <vector>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/wire/formats.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"

@@ -2,7 +2,7 @@
 // Error on a Gaussian: 1 - 2 / pi. The format is biased and needs error feedback.
 #pragma once
 
-#include "kernels/math/fp8.h"
+#include "kernels/math/small_float.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/codes.h"
 

@@ -14,7 +14,7 @@
 #include <string>
 #include <type_traits>
 
-#include "kernels/math/fp8.h"
+#include "kernels/math/small_float.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/codes.h"
 #include "kernels/wire/positions.h"

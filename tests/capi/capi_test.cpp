@@ -1,7 +1,7 @@
 // Tests the results of the C ABI, and that loaded states continue training bit for bit.
 #include <cmath>
 
-#include "kernels/math/fp16.h"
+#include "kernels/math/small_float.h"
 #include "tests/capi/ranks.h"
 #include "tests/support/expect.h"
 

@@ -6,7 +6,7 @@
 
 #include <set>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "runtime/util/error.h"
 #include "tests/collectives/reducer_rank.h"
 #include "tests/support/devices.h"

@@ -11,7 +11,7 @@
 
 #include "collectives/reducer/snapshot.h"
 #include "kernels/feedback/feedback.h"
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "tests/collectives/conservation.h"
 #include "tests/collectives/reducer_rank.h"
 #include "tests/support/devices.h"

@@ -12,7 +12,7 @@
 
 #include "collectives/program/program.h"
 #include "collectives/schedule/checker.h"
-#include "kernels/math/fp16.h"
+#include "kernels/math/small_float.h"
 #include "runtime/util/error.h"
 #include "tests/collectives/group.h"
 #include "tests/collectives/program_runs.h"

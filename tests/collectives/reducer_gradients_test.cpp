@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "collectives/reducer/reducer.h"
-#include "kernels/math/fp16.h"
+#include "kernels/math/small_float.h"
 #include "runtime/util/error.h"
 #include "tests/collectives/reducer_rank.h"
 

@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "collectives/transport/transport.h"
-#include "kernels/math/fp16.h"
+#include "kernels/math/small_float.h"
 #include "runtime/device/graph.h"
 #include "runtime/util/error.h"
 #include "tests/collectives/reducer_rank.h"

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <random>
 
-#include "kernels/math/fp16.h"
+#include "kernels/math/small_float.h"
 #include "tests/kernels/backend.h"
 
 namespace gradwire::testing {

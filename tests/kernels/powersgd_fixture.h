@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/powersgd/powersgd.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"

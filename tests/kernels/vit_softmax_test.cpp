@@ -1,4 +1,4 @@
-#include "kernels/math/exp.h"
+#include "kernels/math/gelu.h"
 #include "kernels/vit/softmax.h"
 #include "tests/kernels/operand.h"
 

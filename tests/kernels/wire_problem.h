@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "kernels/wire/formats.h"
 #include "tests/kernels/backend.h"
 

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "tests/simt/cublas_rules.h"
 #ifdef GRADWIRE_STANDIN
 #include "tests/standin/launch.h"

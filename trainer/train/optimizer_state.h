@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "kernels/math/bf16.h"
+#include "kernels/math/small_float.h"
 #include "runtime/device/device.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/config/config.h"
