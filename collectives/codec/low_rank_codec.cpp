@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "collectives/codec/policy_codec.h"
-#include "kernels/powersgd/normalize_columns.h"
+#include "kernels/powersgd/orthonormalize.h"
 #include "kernels/wire/fp32.h"
 
 namespace gradwire {

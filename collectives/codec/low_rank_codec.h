@@ -54,7 +54,6 @@
 #include "collectives/codec/codec.h"
 #include "kernels/powersgd/library.h"
 #include "kernels/powersgd/orthonormalize.h"
-#include "kernels/powersgd/pack.h"
 #include "kernels/powersgd/powersgd.h"
 
 namespace gradwire {

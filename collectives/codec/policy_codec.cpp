@@ -28,7 +28,7 @@
 
 #include "collectives/codec/codec.h"
 #include "kernels/feedback/feedback.h"
-#include "kernels/powersgd/pack.h"
+#include "kernels/powersgd/powersgd.h"
 #include "kernels/wire/fp32.h"
 #include "runtime/util/error.h"
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "collectives/codec/codec.h"
-#include "kernels/powersgd/pack.h"
+#include "kernels/powersgd/powersgd.h"
 
 namespace gradwire {
 

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "kernels/math/orthonormalize.h"
-#include "kernels/powersgd/large_orthonormalize_simd.h"
 #include "kernels/powersgd/orthonormalize.h"
 #include "kernels/simd/aligned_memory.h"
 #include "runtime/threads/thread.h"

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/math/small_float.h"
 #include "kernels/math/orthonormalize.h"
+#include "kernels/math/small_float.h"
 #include "kernels/powersgd/orthonormalize.h"
 
 namespace gradwire::reference {
@@ -77,6 +77,27 @@ void orthonormalize(const Orthonormalize& a) {
     for (int c = 0; c < d.rank; ++c) {
       for (int32_t i = 0; i < n; ++i) {
         a.out[offset + int64_t{i} * d.rank + order[c]] = static_cast<float>(done[c][i]);
+      }
+    }
+  }
+}
+
+// Scalar reference: one column at a time.
+
+void normalize_columns(const NormalizeColumns& a) {
+  for (int matrix = 0; matrix < a.table->count(); ++matrix) {
+    if (a.flags[matrix] != 0) continue;
+    const MatrixDescriptor& d = a.table->host()[matrix];
+    for (int k = 0; k < d.rank; ++k) {
+      double squares = 0.0;
+      for (int64_t row = 0; row < d.cols; ++row) {
+        const double x = a.q[d.q_offset + row * d.rank + k];
+        squares += x * x;
+      }
+      for (int64_t row = 0; row < d.cols; ++row) {
+        const int64_t at = d.q_offset + row * d.rank + k;
+        if (!a.orthonormal) a.basis[at] = a.q[at] * column_scale(squares);
+        a.q[at] = squares > 0 || !a.orthonormal ? shape_scale(d.rows, d.cols) * a.basis[at] : 0.0f;
       }
     }
   }

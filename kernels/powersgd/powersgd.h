@@ -36,10 +36,33 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/math/small_float.h"
 #include "kernels/op.h"
-#include "kernels/powersgd/blocks.h"
 
 namespace gradwire {
+
+// Division of matrices into blocks by the CUDA kernels of PowerSGD: all matrices of a table in one grid.
+// Block b of the grid belongs to the last matrix whose first block is at most b.
+
+// project(): a block processes whole rows, so that P needs no second pass. Two small blocks may share a row
+// tile.
+inline constexpr int kRowTileRows = 16;
+// reconstruct(): a block writes a tile of this many rows.
+inline constexpr int kTileRows = 64;
+inline constexpr int kTileCols = 256;
+// back_project(): a block processes a panel of whole columns, one cache line wide. For tall matrices the
+// panel is half as wide, so that there are more blocks, which end sooner.
+inline constexpr int kMostPanelColumns = 32;
+GW_HD int panel_columns(int32_t rows) {
+  return rows <= 1280 ? kMostPanelColumns : kMostPanelColumns / 2;
+}
+
+// The first block of a matrix in the grid of each kernel.
+struct MatrixBlocks {
+  int32_t row_tile = 0;
+  int32_t panel = 0;
+  int32_t tile = 0;
+};
 
 inline constexpr int kMaxPowerSgdRank = 512;
 
@@ -165,5 +188,43 @@ struct PowerSgdSettle {
   int matrix = -1;  // settles only this matrix of the table; -1: all
 };
 GW_OP(powersgd_settle, PowerSgdSettle)
+
+// Gathers scattered pieces of one array into another, and scatters them back, so that dense tensors share a
+// collective with the PowerSGD factors. One launch handles all pieces. Bytes per element: 8. Limit: memory
+// bandwidth.
+
+struct Segment {
+  int64_t scattered = 0;  // start of the piece in the scattered array, in elements
+  int64_t packed = 0;     // start in the packed array, in elements
+  int64_t count = 0;
+};
+
+// The pieces, on the host and on the device. Built during set-up only; must outlive the ops that use the
+// table.
+class SegmentTable {
+ public:
+  SegmentTable() = default;
+  SegmentTable(const Stream& stream, std::vector<Segment> segments);
+
+  const std::vector<Segment>& host() const { return host_; }
+  const Segment* device() const { return device_.as<const Segment>(); }
+  int count() const { return static_cast<int>(host_.size()); }
+  int64_t longest() const { return longest_; }
+
+ private:
+  std::vector<Segment> host_;
+  Buffer device_;
+  int64_t longest_ = 0;
+};
+
+// Arguments of packing: packed[segment.packed + i] = scattered[segment.scattered + i] for every segment, or
+// the reverse. Unpacking from null writes zeros.
+struct Pack {
+  const SegmentTable* table = nullptr;
+  float* scattered = nullptr;
+  float* packed = nullptr;
+  bool unpack = false;
+};
+GW_OP(pack, Pack)
 
 }  // namespace gradwire

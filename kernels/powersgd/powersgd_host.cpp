@@ -5,16 +5,16 @@
 // are read in memory order, because hardware prefetches only along rows. Pieces depend on the shapes alone.
 // Sums within a piece, and over pieces, have a fixed order, so results do not depend on the number of
 // threads. Alignment: any. The loops are in powersgd_simd.cpp.
-#include "kernels/powersgd/powersgd.h"
-
 #include <algorithm>
 #include <atomic>
 #include <cfloat>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <vector>
 
 #include "kernels/math/small_float.h"
+#include "kernels/powersgd/powersgd.h"
 #include "kernels/powersgd/powersgd_simd.h"
 #include "kernels/simd/simd.h"
 #include "runtime/threads/thread_pool.h"
@@ -254,3 +254,25 @@ void powersgd_settle(const PowerSgdSettle& a) {
 }
 
 }  // namespace gradwire::host
+
+namespace gradwire {
+
+SegmentTable::SegmentTable(const Stream& stream, std::vector<Segment> segments) : host_(std::move(segments)) {
+  for (const Segment& s : host_) longest_ = std::max(longest_, s.count);
+  device_ = make_buffer<Segment>(stream.device(), count());
+  to_device(stream, device_.as<Segment>(), std::span<const Segment>(host_));
+}
+
+void host::pack(const Pack& a) {
+  for (const Segment& s : a.table->host()) {
+    float* scattered = a.scattered + s.scattered;
+    if (a.unpack && a.packed == nullptr) {
+      std::fill_n(scattered, s.count, 0.0f);
+      continue;
+    }
+    float* packed = a.packed + s.packed;
+    std::memcpy(a.unpack ? scattered : packed, a.unpack ? packed : scattered, s.count * sizeof(float));
+  }
+}
+
+}  // namespace gradwire

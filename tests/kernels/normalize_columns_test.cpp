@@ -1,5 +1,5 @@
 // Dion's second factor: columns of length 1, and the same times a factor of the matrix's shape.
-#include "kernels/powersgd/normalize_columns.h"
+#include "kernels/powersgd/orthonormalize.h"
 
 #include "tests/kernels/powersgd_fixture.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/powersgd/pack.h"
+#include "kernels/powersgd/powersgd.h"
 
 #include "tests/kernels/backend.h"
 

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "kernels/feedback/feedback.h"
-#include "kernels/powersgd/normalize_columns.h"
+#include "kernels/powersgd/orthonormalize.h"
 
 namespace gradwire {
 namespace {

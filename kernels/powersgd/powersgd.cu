@@ -1,5 +1,5 @@
-// Pack and unpack (see kernels/powersgd/pack.h): blockIdx.y is the segment, divided among the blocks along x.
-#include "kernels/powersgd/pack.h"
+// Pack and unpack (see kernels/powersgd/powersgd.h): blockIdx.y is the segment, divided among the blocks along x.
+#include "kernels/powersgd/powersgd.h"
 
 #include <algorithm>
 
@@ -45,6 +45,29 @@ void pack(CudaStream stream, const Pack& a) {
            {.grid = dim3(columns, static_cast<unsigned>(rows)), .block = dim3(kThreads), .stream = stream},
            a.table->device(), first, a.scattered, a.packed, a.unpack);
   }
+}
+
+// Overwrites the factors of marked matrices: a block per matrix, which ends at once when the matrix is not
+// marked.
+
+namespace {
+
+__global__ void __launch_bounds__(kThreads)
+    overwrite_kernel(const MatrixDescriptor* matrices, const int32_t* marks, float* p, float* q,
+                     float value) {
+  if (marks[blockIdx.x] == 0) return;
+  const MatrixDescriptor d = matrices[blockIdx.x];
+  float* factor = p != nullptr ? p + d.p_offset : q + d.q_offset;
+  const int64_t count = static_cast<int64_t>(p != nullptr ? d.rows : d.cols) * d.rank;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) factor[i] = value;
+}
+
+}  // namespace
+
+void powersgd_overwrite(CudaStream stream, const PowerSgdOverwrite& a) {
+  launch("powersgd_overwrite", overwrite_kernel,
+         {.grid = dim3(static_cast<unsigned>(a.table->count())), .block = dim3(kThreads), .stream = stream},
+         a.table->device(), a.marks, a.p, a.q, a.value);
 }
 
 }  // namespace gradwire::cuda
