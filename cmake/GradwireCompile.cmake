@@ -15,7 +15,7 @@ target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-ffp
 # No code reads errno after sqrt or traps on floating-point flags; assuming otherwise prevents vectorization.
 target_compile_options(gradwire_options INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-fno-math-errno -fno-trapping-math>)
-# -fopenmp-simd: `#pragma omp simd` without OpenMP's runtime, see kernels/simd/simd.h.
+# -fopenmp-simd: `#pragma omp simd` without OpenMP's runtime, see kernels/simd/vector.h.
 # -Wno-psabi: vectors of floats (kernels/simd/vector.h) exist only in inlined code, never in an ABI.
 target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp-simd -Wno-psabi>)
 if(GRADWIRE_HAS_CUDA)

@@ -12,7 +12,7 @@
 #include <optional>
 #include <vector>
 
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "runtime/threads/cpus.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/environment.h"

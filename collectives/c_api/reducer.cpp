@@ -13,7 +13,7 @@
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/functions.h"
 #include "collectives/reducer/choose.h"
-#include "kernels/simd/level.h"
+#include "kernels/simd/vector.h"
 #include "runtime/util/version.h"
 
 namespace gradwire::c_api {

@@ -3,7 +3,7 @@
 
 #include "kernels/feedback/feedback.h"
 #include "kernels/math/small_float.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {

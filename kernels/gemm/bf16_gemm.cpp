@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "kernels/math/small_float.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 

@@ -14,7 +14,7 @@
 
 #include "kernels/gemm/gemm.h"
 #include "kernels/math/small_float.h"
-#include "kernels/simd/aligned_memory.h"
+#include "kernels/simd/vector.h"
 
 namespace gradwire::host {
 

@@ -6,7 +6,6 @@
 #include <limits>
 #include <string>
 
-#include "kernels/simd/simd.h"
 #include "kernels/simd/vector.h"
 #include "runtime/util/error.h"
 

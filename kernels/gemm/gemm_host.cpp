@@ -13,7 +13,7 @@
 #include "kernels/blas/blas.h"
 #include "kernels/gemm/bf16_gemm.h"
 #include "kernels/gemm/gemm.h"
-#include "kernels/simd/convert.h"
+#include "kernels/simd/vector.h"
 #include "runtime/threads/resources.h"
 #include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"

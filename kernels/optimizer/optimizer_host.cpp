@@ -2,8 +2,7 @@
 #include <cmath>
 
 #include "kernels/optimizer/optimizer.h"
-#include "kernels/simd/rows.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 
 GW_ALLOW_FMA
 

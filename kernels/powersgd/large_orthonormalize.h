@@ -8,7 +8,6 @@
 #include <cstdint>
 
 #include "kernels/math/small_float.h"
-#include "kernels/simd/simd.h"
 #include "kernels/simd/vector.h"
 
 namespace gradwire {

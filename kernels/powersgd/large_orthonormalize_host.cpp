@@ -9,7 +9,7 @@
 
 #include "kernels/math/orthonormalize.h"
 #include "kernels/powersgd/orthonormalize.h"
-#include "kernels/simd/aligned_memory.h"
+#include "kernels/simd/vector.h"
 #include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"
 

@@ -12,7 +12,7 @@
 #include "kernels/math/orthonormalize.h"
 #include "kernels/powersgd/large_orthonormalize.h"
 #include "kernels/powersgd/orthonormalize.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {

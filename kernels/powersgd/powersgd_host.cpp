@@ -16,7 +16,7 @@
 #include "kernels/math/small_float.h"
 #include "kernels/powersgd/powersgd.h"
 #include "kernels/powersgd/powersgd_simd.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cfloat>
 
-#include "kernels/simd/simd.h"
 #include "kernels/simd/vector.h"
 
 GW_ALLOW_FMA

@@ -9,7 +9,7 @@
 
 #include "kernels/math/small_float.h"
 #include "kernels/randk/randk.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {

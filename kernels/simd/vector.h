@@ -1,20 +1,77 @@
 // Eight or sixteen numbers as one value, in GCC's portable vectors: for loops that the compiler would not
 // vectorize well, because they are too short or their sums must stay in registers.
 //
-// An operation compiles to the instruction set of its function (kernels/simd/simd.h): F32x8 is one AVX
+// An operation compiles to the instruction set of its function (kernels/simd/vector.h): F32x8 is one AVX
 // register or two of SSE, and F32x16 is two F32x8. Arithmetic and comparisons are written as for plain
 // numbers, and one operand may be a plain number. This header has the other operations: memory, BF16, blends,
 // parts of vectors, and sums and maxima over lanes. Sums over lanes add halves, so that they have the same
 // bits on every machine. No alignment is needed.
 #pragma once
 
+#include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <cstdint>
+#include <cstdint>  // defines __GLIBC__ on glibc
 #include <cstring>
+#include <string>
 #include <type_traits>
+#include <vector>
 
+#include "kernels/math/column_chunks.h"
 #include "kernels/math/gelu.h"
-#include "kernels/simd/simd.h"
+#include "kernels/math/small_float.h"
+#include "runtime/threads/thread_pool.h"
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+// Function multiversioning needs GCC, an ELF system with ifunc (glibc) and no sanitizer: instrumented
+// resolvers would run before the sanitizer's set-up.
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && !defined(GRADWIRE_SANITIZED) && \
+    __GNUC__ >= 12
+#define GW_SIMD __attribute__((noinline, target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define GW_SIMD
+#endif
+
+#define GW_INLINE __attribute__((always_inline)) inline
+
+#if defined(__clang__)
+#define GW_ALLOW_FMA _Pragma("STDC FP_CONTRACT ON")
+#else
+#define GW_ALLOW_FMA _Pragma("GCC optimize(\"fp-contract=fast\")")
+#endif
+
+namespace gradwire::host {
+
+// Results of at least this many bytes would only evict other data from the caches. They are written past the
+// caches, which also saves reading each line first.
+inline constexpr int64_t kStreamBytes = 16 * 1024 * 1024;
+
+GW_INLINE bool streams(const void* to, int64_t bytes) {
+  return bytes >= kStreamBytes && reinterpret_cast<uintptr_t>(to) % 16 == 0;
+}
+// Stores a GCC vector without filling the caches. `to` is 16-byte aligned.
+template <typename V>
+GW_INLINE void stream_store(void* to, const V& v) {
+#ifdef __SSE2__
+  __m128i part[sizeof(V) / 16];
+  std::memcpy(part, &v, sizeof v);
+  for (size_t i = 0; i < sizeof(V) / 16; ++i) _mm_stream_si128(static_cast<__m128i*>(to) + i, part[i]);
+#else
+  std::memcpy(to, &v, sizeof v);
+#endif
+}
+// Makes the results of stream_store() visible to other threads; required before another thread reads them.
+GW_INLINE void stream_fence() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
+
+}  // namespace gradwire::host
 
 namespace gradwire {
 
@@ -243,3 +300,90 @@ struct FloatWords<F32x8> {
 };
 
 }  // namespace gradwire
+
+namespace gradwire::host {
+
+// Divides rows into pieces for host ops. The division depends only on the shape, so that results never depend
+// on the number of threads.
+
+// Returns the number of rows in a piece of about 64 KiB of floats: large enough to hide a task's cost, small
+// enough for a core's cache.
+inline int64_t rows_per_piece(int64_t width) {
+  return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, width));
+}
+
+template <typename Body>
+void for_rows(int64_t rows, int64_t width, const Body& body) {
+  parallel_for(rows, rows_per_piece(width), body);
+}
+
+// Conversions between FP32 and BF16 on the host, whole rows at a time.
+
+void widen_all(const Bf16* from, int64_t count, float* to);
+// Stores from [+ bias] in `to`, rounded once; `bias` may be null.
+void narrow_all(const float* from, const Bf16* bias, int64_t count, Bf16* to);
+// Adds x to `to`.
+void add_all(const float* x, int64_t count, float* to);
+
+// Sums over rows on the host, in the two stages of kernels/math/column_chunks.h.
+
+// Runs the first stage: calls add_rows(begin, end, partial) for each chunk of rows, to add rows [begin, end)
+// to the chunk's `width` partial sums in `workspace`, initially 0. Returns the number of chunks.
+template <typename AddRows>
+int64_t sum_chunks(int64_t rows, int64_t width, float* workspace, const AddRows& add_rows) {
+  const auto chunks = column_chunks(rows);
+  parallel_for(chunks.count, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      float* partial = workspace + i * width;
+      std::fill_n(partial, width, 0.0f);
+      add_rows(i * chunks.rows, std::min(rows, (i + 1) * chunks.rows), partial);
+    }
+  });
+  return chunks.count;
+}
+
+// Runs the second stage: sum(c) = [sum(c) +] partial(0, c) + ... + partial(count - 1, c), with `stride`
+// floats between rows of partial sums.
+void combine_partial_sums(const float* partial, int64_t count, int64_t stride, int64_t width, bool accumulate,
+                          float* sum);
+void combine_partial_sums(const PartialSums& of);
+
+}  // namespace gradwire::host
+
+namespace gradwire {
+
+// The instruction set for which the host's loops (kernels/simd/vector.h) were compiled and run in this process.
+//
+// Sums over vectors have the same bits in two processes only if the level is the same. Therefore ranks that
+// compute identical values locally must have the same level.
+
+// Returns a name such as "x86-64-v4 (AVX-512)".
+std::string simd_level();
+
+}  // namespace gradwire
+
+namespace gradwire::host {
+
+// A buffer for packed operands.
+
+// A buffer that begins with a cache line, since loads that cross lines take twice as long. The buffer only
+// grows.
+template <typename T>
+class AlignedMemory {
+ public:
+  // Returns room for at least `count` elements; the old contents are lost.
+  T* reserve(int64_t count) {
+    constexpr int64_t kPerLine = sizeof(Line) / sizeof(T);
+    const auto lines = static_cast<size_t>((count + kPerLine - 1) / kPerLine);
+    if (lines_.size() < lines) lines_.resize(lines);
+    return reinterpret_cast<T*>(lines_.data());
+  }
+
+ private:
+  struct alignas(64) Line {
+    T elements[64 / sizeof(T)];
+  };
+  std::vector<Line> lines_;
+};
+
+}  // namespace gradwire::host

@@ -4,8 +4,7 @@
 #include <vector>
 
 #include "kernels/math/gelu.h"
-#include "kernels/simd/column_sum.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "kernels/vit/attention.h"
 #include "runtime/threads/thread_pool.h"
 

@@ -1,9 +1,7 @@
 // Host column_sum and bias_residual.
 #include "kernels/vit/bias.h"
 
-#include "kernels/simd/column_sum.h"
-#include "kernels/simd/rows.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 
 namespace gradwire::host {
 

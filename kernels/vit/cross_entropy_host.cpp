@@ -4,8 +4,7 @@
 #include <type_traits>
 
 #include "kernels/math/gelu.h"
-#include "kernels/simd/rows.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "kernels/vit/cross_entropy.h"
 
 GW_ALLOW_FMA

@@ -1,8 +1,6 @@
 // Host bias_gelu and bias_gelu_backward.
 #include "kernels/math/gelu.h"
-#include "kernels/simd/column_sum.h"
-#include "kernels/simd/rows.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "kernels/vit/gelu.h"
 
 GW_ALLOW_FMA

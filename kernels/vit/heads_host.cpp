@@ -1,6 +1,5 @@
 // Host split_heads, split_heads_backward and merge_heads: copies of head_dim floats.
-#include "kernels/simd/rows.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "kernels/vit/heads.h"
 
 namespace gradwire::host {

@@ -1,9 +1,7 @@
 // Host layer_norm and layer_norm_backward: a row stays in cache, so the second pass over it is free.
 #include <cmath>
 
-#include "kernels/simd/column_sum.h"
-#include "kernels/simd/rows.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "kernels/vit/layer_norm.h"
 
 GW_ALLOW_FMA

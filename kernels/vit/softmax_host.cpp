@@ -6,8 +6,6 @@
 #include <limits>
 
 #include "kernels/math/gelu.h"
-#include "kernels/simd/rows.h"
-#include "kernels/simd/simd.h"
 #include "kernels/simd/vector.h"
 #include "kernels/vit/softmax.h"
 

@@ -2,9 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/simd/convert.h"
-#include "kernels/simd/rows.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "kernels/vit/tokens.h"
 
 namespace gradwire::host {

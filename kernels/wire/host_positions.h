@@ -5,7 +5,6 @@
 #include <bit>
 #include <functional>
 
-#include "kernels/simd/simd.h"
 #include "kernels/simd/vector.h"
 #include "kernels/wire/positions.h"
 

@@ -1,9 +1,9 @@
-// Tests that large results, which the host writes with streaming stores (kernels/simd/simd.h), have the same
+// Tests that large results, which the host writes with streaming stores (kernels/simd/vector.h), have the same
 // bits.
 #include <gtest/gtest.h>
 
 #include "kernels/powersgd/powersgd.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "kernels/wire/bf16.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"

@@ -19,7 +19,7 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/tcp/tcp.h"
-#include "kernels/simd/level.h"
+#include "kernels/simd/vector.h"
 #include "runtime/device/device.h"
 #include "runtime/threads/cpus.h"
 #include "runtime/threads/thread_pool.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "kernels/math/random.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 
 namespace gradwire {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "kernels/gemm/gemm.h"
 #include "kernels/math/random.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "kernels/wire/formats.h"
 #include "runtime/device/unwinding.h"
 #include "runtime/threads/thread_pool.h"

@@ -11,7 +11,7 @@
 #include "kernels/blas/blas.h"
 #include "kernels/blas/kernel_set.h"
 #include "kernels/gemm/bf16_gemm.h"
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 #include "runtime/threads/resources.h"
 #include "runtime/util/error.h"
 

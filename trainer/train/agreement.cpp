@@ -5,7 +5,7 @@
 
 #include <sstream>
 
-#include "kernels/simd/level.h"
+#include "kernels/simd/vector.h"
 #include "runtime/util/error.h"
 #include "runtime/util/version.h"
 #include "trainer/log/records.h"

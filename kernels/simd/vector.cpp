@@ -1,8 +1,26 @@
-#include "kernels/simd/column_sum.h"
-
-#include "kernels/simd/simd.h"
+#include "kernels/simd/vector.h"
 
 namespace gradwire::host {
+
+GW_SIMD void widen_all(const Bf16* from, int64_t count, float* to) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) to[i] = widen(from[i]);
+}
+
+GW_SIMD void narrow_all(const float* from, const Bf16* bias, int64_t count, Bf16* to) {
+  if (bias != nullptr) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) to[i] = narrow<Bf16>(from[i] + widen(bias[i]));
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) to[i] = narrow<Bf16>(from[i]);
+  }
+}
+
+GW_SIMD void add_all(const float* x, int64_t count, float* to) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) to[i] += x[i];
+}
 
 namespace {
 
@@ -46,3 +64,26 @@ void combine_partial_sums(const PartialSums& of) {
 }
 
 }  // namespace gradwire::host
+
+namespace gradwire {
+
+std::string simd_level() {
+#if defined(GRADWIRE_SANITIZED)
+  return "default (sanitized build: no run-time dispatch)";
+#elif defined(__x86_64__) && defined(__GNUC__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512cd")) {
+    return "x86-64-v4 (AVX-512)";
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) {
+    return "x86-64-v3 (AVX2, FMA)";
+  }
+  return "x86-64 (SSE2)";
+#else
+  return "the compiler's default for this architecture";
+#endif
+}
+
+}  // namespace gradwire
