@@ -41,7 +41,7 @@ void dispatch(const Stream& stream, const char* name, void (*host_op)(const Args
 }
 
 // Returns whether args.partial_only is set; if so, the op leaves its sums to combine_sums()
-// (kernels/vit/bias.h).
+// (kernels/vit/elementwise.h).
 template <typename Args>
 bool first_stage_only(const Args& args) {
   if constexpr (requires { args.partial_only; }) return args.partial_only;

@@ -266,7 +266,7 @@ __device__ __forceinline__ void add(float scale, const float (&x)[W], float (&to
 //                     on the column alone (a bias, a divided index) are computed once. Consecutive threads
 //                     access consecutive memory.
 //   partial_sums_over_rows  the first of two stages of per-column sums of Op's results, in fixed order
-//                     (kernels/math/column_chunks.h); the second is combine_sums (kernels/vit/bias.h).
+//                     (kernels/math/column_chunks.h); the second is combine_sums (kernels/vit/elementwise.h).
 //
 // Op is a small struct of pointers passed by value:
 //   for_columns:    template <int W> struct Column;  template <int W> Column<W> column(int64_t c) const;

@@ -16,7 +16,7 @@
 #include <type_traits>
 
 #include "kernels/op.h"
-#include "kernels/vit/gelu.h"
+#include "kernels/vit/elementwise.h"
 
 namespace gradwire {
 

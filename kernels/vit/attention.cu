@@ -16,8 +16,8 @@
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/gelu.h"
 #include "kernels/vit/attention.h"
-#include "kernels/vit/attention_tiles.cuh"
-#include "kernels/vit/bias.h"
+#include "kernels/vit/attention.cuh"
+#include "kernels/vit/elementwise.h"
 
 namespace gradwire::cuda {
 namespace {

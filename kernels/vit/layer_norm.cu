@@ -9,7 +9,7 @@
 // order. Other rows are processed by one block each, with 4-byte accesses, and the parameter gradients read x
 // and dy a second time. Limit: memory bandwidth. Deterministic: no atomics.
 #include "kernels/cuda/vector.cuh"
-#include "kernels/vit/bias.h"
+#include "kernels/vit/elementwise.h"
 #include "kernels/vit/layer_norm.h"
 
 namespace gradwire::cuda {

@@ -37,4 +37,37 @@ void softmax_backward(const SoftmaxBackward<S>& a) {
 GW_INSTANTIATE_OP(softmax, Softmax)
 GW_INSTANTIATE_OP(softmax_backward, SoftmaxBackward)
 
+// Scalar reference of the formulas in cross_entropy.h, with every sum in double.
+
+template <typename S>
+void cross_entropy(const CrossEntropy<S>& a) {
+  if (!a.accumulate) a.totals[0] = a.totals[1] = 0.0;
+  for (int64_t r = 0; r < a.rows; ++r) {
+    const float* x = a.logits + r * a.classes;
+    const int64_t label = a.labels[r];
+    if (label < 0 || label >= a.classes) {
+      constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+      a.totals[0] += kNan;
+      if (a.d_logits != nullptr) std::fill_n(a.d_logits + r * a.classes, a.classes, narrow<S>(kNan));
+      continue;
+    }
+    double highest = -std::numeric_limits<double>::infinity(), sum = 0.0;
+    for (int64_t c = 0; c < a.classes; ++c) highest = std::max<double>(highest, x[c]);
+    for (int64_t c = 0; c < a.classes; ++c) sum += std::exp(x[c] - highest);
+    bool right = !std::isnan(sum);
+    for (int64_t c = 0; c < a.classes; ++c) {
+      if (c != label && (c < label ? x[c] >= x[label] : x[c] > x[label])) right = false;
+    }
+    a.totals[0] += std::log(sum) + highest - x[label];
+    a.totals[1] += right ? 1.0 : 0.0;
+    if (a.d_logits == nullptr) continue;
+    for (int64_t c = 0; c < a.classes; ++c) {
+      double p = std::exp(x[c] - highest) / sum;
+      a.d_logits[r * a.classes + c] = rounded<S>(a.grad_scale * (p - (c == label ? 1.0 : 0.0)));
+    }
+  }
+}
+
+GW_INSTANTIATE_OP(cross_entropy, CrossEntropy)
+
 }  // namespace gradwire::reference

@@ -14,10 +14,6 @@
 #pragma once
 
 #include "kernels/vit/attention.h"
-#include "kernels/vit/bias.h"
-#include "kernels/vit/cross_entropy.h"
-#include "kernels/vit/gelu.h"
-#include "kernels/vit/heads.h"
-#include "kernels/vit/layer_norm.h"
+#include "kernels/vit/elementwise.h"
 #include "kernels/vit/softmax.h"
-#include "kernels/vit/tokens.h"
+#include "kernels/vit/layer_norm.h"

@@ -1,6 +1,5 @@
 // bias_residual() and column_sum(), the gradient of the bias.
-#include "kernels/vit/bias.h"
-#include "kernels/vit/gelu.h"
+#include "kernels/vit/elementwise.h"
 #include "kernels/vit/layer_norm.h"
 #include "tests/kernels/operand.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/vit/cross_entropy.h"
+#include "kernels/vit/softmax.h"
 #include "tests/kernels/operand.h"
 
 namespace gradwire::testing {

@@ -3,7 +3,7 @@
 #include <functional>
 
 #include "kernels/math/gelu.h"
-#include "kernels/vit/gelu.h"
+#include "kernels/vit/elementwise.h"
 #include "tests/kernels/operand.h"
 
 namespace gradwire::testing {

@@ -1,5 +1,5 @@
 // The ops that move heads. The ops only move values, so both storage types have the reference's bits.
-#include "kernels/vit/heads.h"
+#include "kernels/vit/elementwise.h"
 #include "tests/kernels/operand.h"
 
 namespace gradwire::testing {

@@ -1,4 +1,4 @@
-#include "kernels/vit/tokens.h"
+#include "kernels/vit/elementwise.h"
 #include "tests/kernels/operand.h"
 
 namespace gradwire::testing {

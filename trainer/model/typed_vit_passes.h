@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "kernels/gemm/gemm.h"
-#include "kernels/vit/bias.h"
+#include "kernels/vit/elementwise.h"
 #include "runtime/device/device.h"
 #include "trainer/model/vit_index.h"
 #include "trainer/model/vit_passes.h"

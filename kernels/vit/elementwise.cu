@@ -1,0 +1,541 @@
+// split_heads, split_heads_backward and merge_heads: permutations of runs of head_dim elements.
+//
+// A thread keeps its column of the (B * T, 3C) or (B * T, C) side, so the column is divided into part, head
+// and dim only once. This side is read or written in whole lines, the other side in runs of head_dim
+// elements. Limit: memory bandwidth.
+#include "kernels/vit/elementwise.h"
+
+#include <tuple>
+#include <type_traits>
+
+#include "kernels/cuda/vector.cuh"
+#include "kernels/math/gelu.h"
+
+namespace gradwire::cuda {
+namespace {
+
+// The place of a merged column on the split side, (B, H, T, D), relative to image and token.
+struct Place {
+  int64_t offset = 0;  // head * tokens * dim + d
+  int part = 0;        // q, k or v
+};
+
+struct Layout {
+  int64_t tokens, heads, dim;
+  __device__ __forceinline__ Place place(int64_t c) const {
+    const int64_t width = heads * dim;
+    const int64_t part = c / width, within = c - part * width;
+    const int64_t head = within / dim;
+    return {head * tokens * dim + (within - head * dim), static_cast<int>(part)};
+  }
+  // Returns the element of the split side for row (image, token).
+  __device__ __forceinline__ int64_t element(int64_t row, const Place& p) const {
+    const int64_t image = row / tokens, token = row - image * tokens;
+    return image * heads * tokens * dim + token * dim + p.offset;
+  }
+};
+
+template <int W>
+struct BiasedPlace {
+  Place place;
+  float bias[W];
+};
+
+template <typename S>
+struct Split {
+  Layout layout;
+  const S* qkv;
+  const float* bias;
+  S *q, *k, *v;
+
+  template <int W>
+  __device__ __forceinline__ BiasedPlace<W> column(int64_t c) const {
+    BiasedPlace<W> out{layout.place(c), {}};
+    if (bias != nullptr) load<W>(bias + c, out.bias);
+    return out;
+  }
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, const BiasedPlace<W>& p) const {
+    float x[W];
+    load<W>(qkv + row * 3 * layout.heads * layout.dim + c, x);
+    add<W>(p.bias, x);
+    S* out = p.place.part == 0 ? q : p.place.part == 1 ? k : v;
+    store<W>(out + layout.element(row, p.place), x);
+  }
+};
+
+template <typename S>
+struct SplitBackward {
+  Layout layout;
+  const S *dq, *dk, *dv;
+  S* d_qkv;
+
+  template <int W>
+  __device__ __forceinline__ Place column(int64_t c) const {
+    return layout.place(c);
+  }
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, const Place& p) const {
+    const S* in = p.part == 0 ? dq : p.part == 1 ? dk : dv;
+    float x[W];
+    load<W>(in + layout.element(row, p), x);
+    store<W>(d_qkv + row * 3 * layout.heads * layout.dim + c, x);
+  }
+};
+
+template <typename S>
+struct Merge {
+  Layout layout;
+  const S* in;
+  S* out;
+  bool inverse;
+
+  template <int W>
+  __device__ __forceinline__ Place column(int64_t c) const {
+    return layout.place(c);
+  }
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, const Place& p) const {
+    const int64_t merged = row * layout.heads * layout.dim + c, split = layout.element(row, p);
+    float x[W];
+    load<W>(in + (inverse ? merged : split), x);
+    store<W>(out + (inverse ? split : merged), x);
+  }
+};
+
+}  // namespace
+
+template <typename S>
+void split_heads(CudaStream stream, const SplitHeads<S>& a) {
+  for_columns<S>("split_heads", stream, takes_vectors<S>(a.head_dim, a.qkv, a.bias, a.q, a.k, a.v),
+                 Split<S>{{a.tokens, a.heads, a.head_dim}, a.qkv, a.bias, a.q, a.k, a.v}, a.batch * a.tokens,
+                 3 * a.heads * a.head_dim);
+}
+
+template <typename S>
+void split_heads_backward(CudaStream stream, const SplitHeadsBackward<S>& a) {
+  for_columns<S>("split_heads_backward", stream, takes_vectors<S>(a.head_dim, a.dq, a.dk, a.dv, a.d_qkv),
+                 SplitBackward<S>{{a.tokens, a.heads, a.head_dim}, a.dq, a.dk, a.dv, a.d_qkv},
+                 a.batch * a.tokens, 3 * a.heads * a.head_dim);
+}
+
+template <typename S>
+void merge_heads(CudaStream stream, const MergeHeads<S>& a) {
+  for_columns<S>("merge_heads", stream, takes_vectors<S>(a.head_dim, a.in, a.out),
+                 Merge<S>{{a.tokens, a.heads, a.head_dim}, a.in, a.out, a.inverse}, a.batch * a.tokens,
+                 a.heads * a.head_dim);
+}
+
+GW_INSTANTIATE_CUDA_OP(split_heads, SplitHeads)
+GW_INSTANTIATE_CUDA_OP(split_heads_backward, SplitHeadsBackward)
+GW_INSTANTIATE_CUDA_OP(merge_heads, MergeHeads)
+
+// column_sum and bias_residual.
+//
+// column_sum reads each element once (FP32 4 B, BF16 2 B), in 16-byte accesses. The partial sums are at most
+// a sixteenth of these bytes. bias_residual reads 8 B (FP32) or 6 B (BF16) and writes 4 B per element. Limit:
+// memory bandwidth. Deterministic: sums in fixed order.
+
+namespace {
+
+// Sums partial rows threadIdx.y, threadIdx.y + 8, ... of a column.
+template <typename T>
+__device__ __forceinline__ float sum_of_lane(const T* column, int64_t count, int64_t pitch) {
+  float total = 0.0f;
+#pragma unroll 4
+  for (int64_t i = threadIdx.y; i < count; i += 8) total += widen(column[i * pitch]);
+  return total;
+}
+
+// Adds partial sums. Each sum has a row of blocks (y), each block 32 columns by 8 lanes. Lane y adds partial
+// rows y, y + 8, ...; then the 8 lanes are added in order.
+__global__ void __launch_bounds__(256) combine_partial_sums_kernel(const __grid_constant__ CombineSums a) {
+  __shared__ float shared[8][32];
+  constexpr unsigned kSums = std::tuple_size_v<decltype(PartialSums::sums)>;
+  const PartialSums& of = a.of[blockIdx.y / kSums];
+  const unsigned which = blockIdx.y % kSums;
+  float* sum = of.sums[which];
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
+  if (sum == nullptr || static_cast<int64_t>(blockIdx.x) * 32 >= of.width) return;
+  float total = 0.0f;
+  if (c < of.width) {
+    const int64_t column = which * of.width + c;
+    total = of.partial_bf16 != nullptr ? sum_of_lane(of.partial_bf16 + column, of.count, of.pitch)
+                                       : sum_of_lane(of.partial + column, of.count, of.pitch);
+  }
+  shared[threadIdx.y][threadIdx.x] = total;
+  __syncthreads();
+  if (threadIdx.y != 0 || c >= of.width) return;
+  for (int y = 1; y < 8; ++y) total += shared[y][threadIdx.x];
+  sum[c] = of.accumulate ? sum[c] + total : total;
+}
+
+template <typename S>
+struct Load {
+  const S* x;
+  int64_t width, stride;
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, float (&out)[W]) const {
+    load<W>(x + blockIdx.z * stride + row * width + c, out);
+  }
+};
+
+template <int W>
+struct Bias {
+  float value[W];
+};
+
+template <typename S>
+struct AddBiasResidual {
+  const S* y;
+  const float *bias, *residual;
+  float* x;
+  int64_t width;
+
+  template <int W>
+  __device__ __forceinline__ Bias<W> column(int64_t c) const {
+    Bias<W> b;
+    load<W>(bias + c, b.value);
+    return b;
+  }
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, const Bias<W>& b) const {
+    const int64_t i = row * width + c;
+    float out[W];
+    load<W>(y + i, out);
+    add<W>(b.value, out);
+    if (residual != nullptr) {
+      float old[W];
+      load<W>(residual + i, old);
+      add<W>(old, out);
+    }
+    store<W>(x + i, out);
+  }
+};
+
+}  // namespace
+
+void combine_sums(CudaStream stream, const CombineSums& a) {
+  int64_t width = 0;
+  unsigned rows = 0, row = 0;  // number of sums up to the last sum that is not null
+  for (const PartialSums& of : a.of) {
+    for (const float* sum : of.sums) {
+      ++row;
+      if (sum == nullptr) continue;
+      width = width > of.width ? width : of.width;
+      rows = row;
+    }
+  }
+  launch(
+      "combine_sums", combine_partial_sums_kernel,
+      {.grid = dim3(static_cast<unsigned>((width + 31) / 32), rows), .block = dim3(32, 8), .stream = stream},
+      a);
+}
+
+template <typename S>
+void column_sum(CudaStream stream, const ColumnSum<S>& a) {
+  // The other arrays of the batch are aligned like the first array only if `stride` is a whole number of
+  // vectors.
+  const bool vectors = takes_vectors<S>(a.width, a.x, a.workspace) && a.stride % kVector<S> == 0;
+  partial_sums_over_rows<S>("column_sum", stream, vectors, Load<S>{a.x, a.width, a.stride}, a.rows, a.width,
+                            a.workspace, a.width, a.batch);
+  if (!a.partial_only) combine_sums(stream, {{a.sums()}});
+}
+
+template <typename S>
+void bias_residual(CudaStream stream, const BiasResidual<S>& a) {
+  for_columns<S>("bias_residual", stream, takes_vectors<S>(a.width, a.y, a.bias, a.residual, a.x),
+                 AddBiasResidual<S>{a.y, a.bias, a.residual, a.x, a.width}, a.rows, a.width);
+}
+
+GW_INSTANTIATE_CUDA_OP(column_sum, ColumnSum)
+GW_INSTANTIATE_CUDA_OP(bias_residual, BiasResidual)
+
+// bias_gelu and bias_gelu_backward by kernels/math/gelu.h: exact GELU in about 45 FP32 operations per
+// element, or 20 where the result is rounded to BF16; the tanh form in 30, or 15.
+//
+// Forward: reads 4 B, writes 8 B per element, or without a bias 4; backward: reads 8 B, writes 4 B, and
+// computes the bias gradient in the same pass; BF16 operands move half of these bytes. Limit: memory
+// bandwidth (arithmetic takes about two thirds of the time).
+
+namespace {
+
+template <int W>
+struct GeluBias {
+  float value[W];
+};
+
+// Results that are rounded to BF16 need fewer instructions.
+template <typename S>
+constexpr bool kCoarse = std::is_same_v<S, Bf16>;
+
+template <typename S, Gelu kForm>
+struct Forward {
+  S* x;
+  const float* bias;  // null: no bias
+  S* y;
+  int64_t width;
+
+  template <int W>
+  __device__ __forceinline__ GeluBias<W> column(int64_t c) const {
+    GeluBias<W> b{};
+    if (bias != nullptr) load<W>(bias + c, b.value);
+    return b;
+  }
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, const GeluBias<W>& b) const {
+    const int64_t i = row * width + c;
+    float pre[W], out[W];
+    load<W>(x + i, pre);
+    if (bias != nullptr) {
+#pragma unroll
+      // pre is rounded to the value that the backward pass will read
+      for (int k = 0; k < W; ++k) pre[k] = widen(narrow<S>(pre[k] + b.value[k]));
+      store<W>(x + i, pre);
+    }
+#pragma unroll
+    for (int k = 0; k < W; ++k) out[k] = gelu_of(pre[k], normal_in_form<kForm, kCoarse<S>>(pre[k]));
+    store<W>(y + i, out);
+  }
+};
+
+template <typename S, Gelu kForm>
+struct Backward {
+  const S *pre, *dy;
+  S* d_pre;
+  int64_t width;
+
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, float (&out)[W]) const {
+    const int64_t i = row * width + c;
+    float p[W];
+    load<W>(pre + i, p);
+    load<W>(dy + i, out);
+#pragma unroll
+    for (int k = 0; k < W; ++k) out[k] *= gelu_derivative_of(p[k], normal_in_form<kForm, kCoarse<S>>(p[k]));
+    store<W>(d_pre + i, out);
+  }
+};
+
+// State per column for for_columns() in a backward pass without sums: no value depends on the column alone.
+struct Nothing {};
+template <typename S, Gelu kForm>
+struct BackwardAlone : Backward<S, kForm> {
+  template <int W>
+  __device__ __forceinline__ Nothing column(int64_t) const {
+    return {};
+  }
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, Nothing) const {
+    float unused[W];
+    Backward<S, kForm>::template at<W>(row, c, unused);
+  }
+};
+
+template <Gelu kForm, typename S>
+void forward(CudaStream stream, const BiasGelu<S>& a) {
+  for_columns<S>("bias_gelu", stream, takes_vectors<S>(a.width, a.x, a.bias, a.y),
+                 Forward<S, kForm>{a.x, a.bias, a.y, a.width}, a.rows, a.width);
+}
+
+template <Gelu kForm, typename S>
+void backward(CudaStream stream, const BiasGeluBackward<S>& a) {
+  const bool vectors = takes_vectors<S>(a.width, a.pre, a.dy, a.d_pre, a.workspace);
+  const Backward<S, kForm> op{a.pre, a.dy, a.d_pre, a.width};
+  if (a.workspace == nullptr) {
+    for_columns<S>("bias_gelu_backward", stream, vectors, BackwardAlone<S, kForm>{op}, a.rows, a.width);
+  } else {
+    partial_sums_over_rows<S>("bias_gelu_backward", stream, vectors, op, a.rows, a.width, a.workspace,
+                              a.width);
+  }
+}
+
+}  // namespace
+
+template <typename S>
+void bias_gelu(CudaStream stream, const BiasGelu<S>& a) {
+  a.form == Gelu::tanh ? forward<Gelu::tanh>(stream, a) : forward<Gelu::exact>(stream, a);
+}
+
+template <typename S>
+void bias_gelu_backward(CudaStream stream, const BiasGeluBackward<S>& a) {
+  a.form == Gelu::tanh ? backward<Gelu::tanh>(stream, a) : backward<Gelu::exact>(stream, a);
+  if (!a.partial_only && a.workspace != nullptr) combine_sums(stream, {{a.sums()}});
+}
+
+GW_INSTANTIATE_CUDA_OP(bias_gelu, BiasGelu)
+GW_INSTANTIATE_CUDA_OP(bias_gelu_backward, BiasGeluBackward)
+
+// patchify, assemble_tokens and assemble_tokens_backward.
+//
+// patchify moves each pixel once (8 B in FP32, 6 B in BF16); a thread keeps its column of the patch matrix,
+// so channel, line and pixel are computed only once. assemble_tokens reads 4 or 2 B and writes 4 B per
+// element (positions and bias come from cache). The backward op reads dx once: block x owns a slice of
+// columns and walks over all tokens and images of these columns in order, so one pass gives the copy,
+// d_position, d_class_token and d_bias, deterministically and without a workspace. It moves 8 or 6 B per
+// element. Limit: memory bandwidth, once width / 16 blocks fill the device.
+
+namespace {
+
+struct PixelPlace {
+  int64_t offset = 0;  // offset of the pixel from the corner of its patch in channel 0
+};
+
+template <typename S>
+struct MovePixels {
+  const float* images;
+  S* patches;
+  int64_t channels, image, patch, grid;
+
+  template <int W>
+  __device__ __forceinline__ PixelPlace column(int64_t c) const {
+    const int64_t ch = c / (patch * patch), rest = c - ch * patch * patch;
+    const int64_t y = rest / patch, x = rest - y * patch;
+    return {(ch * image + y) * image + x};
+  }
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, const PixelPlace& p) const {
+    const int64_t b = row / (grid * grid), i = row - b * grid * grid;
+    const int64_t gy = i / grid, gx = i - gy * grid;
+    float x[W];
+    load<W>(images + (b * channels * image + gy * patch) * image + gx * patch + p.offset, x);
+    store<W>(patches + row * channels * patch * patch + c, x);
+  }
+};
+
+template <int W>
+struct TokenColumn {
+  float bias[W], class_token[W];
+};
+
+template <typename S>
+struct Assemble {
+  const S* projected;
+  const float *bias, *class_token, *position;
+  float* x;
+  int64_t tokens, width;
+
+  template <int W>
+  __device__ __forceinline__ TokenColumn<W> column(int64_t c) const {
+    TokenColumn<W> out;
+    load<W>(bias + c, out.bias);
+    load<W>(class_token + c, out.class_token);
+    return out;
+  }
+  template <int W>
+  __device__ __forceinline__ void at(int64_t row, int64_t c, const TokenColumn<W>& column) const {
+    const int64_t b = row / tokens, t = row - b * tokens;
+    float at_position[W], out[W];
+    load<W>(position + t * width + c, at_position);
+    if (t == 0) {
+#pragma unroll
+      for (int k = 0; k < W; ++k) out[k] = column.class_token[k];
+    } else {
+      load<W>(projected + (row - b - 1) * width + c, out);
+      add<W>(column.bias, out);
+    }
+    add<W>(at_position, out);
+    store<W>(x + row * width + c, out);
+  }
+};
+
+constexpr int kSliceX = 4, kSliceY = 64;
+
+template <int W>
+__device__ __forceinline__ void store_rows(float* to, const float (&from)[W]) {
+  store_wide<W>(to, from);
+}
+// Does with eight BF16 values what store_wide() does with floats.
+template <int W>
+__device__ __forceinline__ void store_rows(Bf16* to, const float (&from)[W]) {
+  if constexpr (W == 1) {
+    store<W>(to, from);
+  } else {
+    __stwb(reinterpret_cast<uint4*>(to),
+           make_uint4(pack_bf16(from[0], from[1]), pack_bf16(from[2], from[3]), pack_bf16(from[4], from[5]),
+                      pack_bf16(from[6], from[7])));
+  }
+}
+
+template <int W>
+__device__ __forceinline__ void put(float* to, const float (&x)[W], bool accumulate) {
+  float out[W] = {};
+  if (accumulate) load<W>(to, out);
+  add<W>(x, out);
+  store_wide<W>(to, out);
+}
+
+template <int W, typename S>
+__global__ void __launch_bounds__(kSliceX* kSliceY)
+    assemble_tokens_backward_kernel(AssembleTokensBackward<S> a) {
+  __shared__ __align__(16) float shared[kSliceY * kSliceX * W];
+  const int64_t c = (static_cast<int64_t>(blockIdx.x) * kSliceX + threadIdx.x) * W;
+  const bool live = c < a.width;
+  float d_bias[W] = {};
+  for (int64_t t = threadIdx.y; live && t < a.tokens; t += kSliceY) {
+    float sum[W] = {};
+#pragma unroll 4
+    for (int64_t b = 0; b < a.batch; ++b) {
+      float x[W];
+      load<W>(a.dx + (b * a.tokens + t) * a.width + c, x);
+      if (t > 0) store_rows<W>(a.d_projected + (b * (a.tokens - 1) + t - 1) * a.width + c, x);
+      add<W>(x, sum);
+    }
+    put<W>(a.d_position + t * a.width + c, sum, a.accumulate);
+    if (t == 0) {
+      put<W>(a.d_class_token + c, sum, a.accumulate);
+    } else {
+      add<W>(sum, d_bias);
+    }
+  }
+  float* mine = shared + (threadIdx.y * kSliceX + threadIdx.x) * W;
+  store<W>(mine, d_bias);
+  __syncthreads();
+  if (threadIdx.y != 0 || !live) return;
+  for (int y = 1; y < kSliceY; ++y) {
+    float x[W];
+    load<W>(mine + y * kSliceX * W, x);
+    add<W>(x, d_bias);
+  }
+  put<W>(a.d_bias + c, d_bias, a.accumulate);
+}
+
+}  // namespace
+
+template <typename S>
+void patchify(CudaStream stream, const Patchify<S>& a) {
+  if (a.patch <= 0 || a.image < a.patch) return;
+  const int64_t grid = a.image / a.patch;
+  const bool vectors = a.image % 4 == 0 && takes_vectors<S>(a.patch, a.images, a.patches);
+  for_columns<S>("patchify", stream, vectors,
+                 MovePixels<S>{a.images, a.patches, a.channels, a.image, a.patch, grid},
+                 a.batch * grid * grid, static_cast<int64_t>(a.channels) * a.patch * a.patch);
+}
+
+template <typename S>
+void assemble_tokens(CudaStream stream, const AssembleTokens<S>& a) {
+  for_columns<S>("assemble_tokens", stream,
+                 takes_vectors<S>(a.width, a.projected, a.bias, a.class_token, a.position, a.x),
+                 Assemble<S>{a.projected, a.bias, a.class_token, a.position, a.x, a.tokens, a.width},
+                 a.batch * a.tokens, a.width);
+}
+
+template <typename S>
+void assemble_tokens_backward(CudaStream stream, const AssembleTokensBackward<S>& a) {
+  if (a.width <= 0 || a.tokens <= 0) return;
+  const bool vectors =
+      takes_vectors<S>(a.width, a.dx, a.d_projected, a.d_bias, a.d_class_token, a.d_position);
+  const int64_t accesses = vectors ? a.width / kVector<S> : a.width;
+  const LaunchConfig config{.grid = dim3(static_cast<unsigned>((accesses + kSliceX - 1) / kSliceX)),
+                            .block = dim3(kSliceX, kSliceY),
+                            .stream = stream};
+  launch("assemble_tokens_backward",
+         vectors ? assemble_tokens_backward_kernel<kVector<S>, S> : assemble_tokens_backward_kernel<1, S>,
+         config, a);
+}
+
+GW_INSTANTIATE_CUDA_OP(patchify, Patchify)
+GW_INSTANTIATE_CUDA_OP(assemble_tokens, AssembleTokens)
+GW_INSTANTIATE_CUDA_OP(assemble_tokens_backward, AssembleTokensBackward)
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,183 @@
+// Conversions between the layout of a product (a row per token) and the layout of attention (a matrix per
+// head). Shapes and the storage type S: kernels/vit/vit.h.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/math/column_chunks.h"
+#include "kernels/math/gelu.h"
+#include "kernels/op.h"
+
+namespace gradwire {
+
+// Splits qkv (B, T, 3C) + bias (3C) into q, k, v, each (B, H, T, D). Moves 24 B (FP32) or 12 B (BF16) per
+// element (b, t, c).
+template <typename S = float>
+struct SplitHeads {
+  const S* qkv = nullptr;
+  const float* bias = nullptr;  // null: no bias
+  S* q = nullptr;
+  S* k = nullptr;
+  S* v = nullptr;
+  int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
+};
+GW_TYPED_OP(split_heads, SplitHeads)
+
+// Merges gradients, the inverse of the split: dq, dk, dv (B, H, T, D) -> d_qkv (B, T, 3C). Moves 24 B (FP32)
+// or 12 B (BF16) per element (b, t, c).
+template <typename S = float>
+struct SplitHeadsBackward {
+  const S* dq = nullptr;
+  const S* dk = nullptr;
+  const S* dv = nullptr;
+  S* d_qkv = nullptr;
+  int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
+};
+GW_TYPED_OP(split_heads_backward, SplitHeadsBackward)
+
+// Merges (B, H, T, D) into (B, T, C), or splits with `inverse`. Moves 8 B (FP32) or 4 B (BF16) per element.
+template <typename S = float>
+struct MergeHeads {
+  const S* in = nullptr;
+  S* out = nullptr;
+  int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
+  bool inverse = false;
+};
+GW_TYPED_OP(merge_heads, MergeHeads)
+
+// Biases and residual branches, and the gradient of a bias: a sum over columns.
+// Shapes and the storage type S: kernels/vit/vit.h.
+
+// Arguments of x (rows, C) = residual + y + bias: a residual branch and the bias of the preceding product, in
+// one pass. Moves 12 B (FP32) or 10 B (BF16) per element. With residual == null: x = y + bias, and y may
+// equal x.
+template <typename S = float>
+struct BiasResidual {
+  const S* y = nullptr;             // (rows, C)
+  const float* bias = nullptr;      // (C)
+  const float* residual = nullptr;  // (rows, C) or null
+  float* x = nullptr;               // (rows, C) out; may equal residual or y
+  int64_t rows = 0, width = 0;
+};
+GW_TYPED_OP(bias_residual, BiasResidual)
+
+// Arguments of sum (C) = column sums of x (rows, C): a bias gradient. Reads 4 B (FP32) or 2 B (BF16) per
+// element. A batch of arrays `stride` elements apart, with consecutive partial sums, requires partial_only.
+template <typename S = float>
+struct ColumnSum {
+  const S* x = nullptr;
+  float* sum = nullptr;
+  float* workspace = nullptr;  // batch * column_sum_workspace(rows, width) floats
+  int64_t rows = 0, width = 0;
+  bool accumulate = false;
+  bool partial_only = false;  // leave sums() to combine_sums(); in a batch sums(i, sum of array i)
+  int64_t batch = 1, stride = 0;
+
+  PartialSums sums() const { return sums(0, sum); }
+  PartialSums sums(int64_t i, float* to) const {
+    const int64_t count = column_chunks(rows).count;
+    return {workspace + i * count * width, count, width, width, {to}, accumulate};
+  }
+  // Returns the rows of x as partial sums: for few rows (kMostChunks), combine_sums() can add them without
+  // column_sum().
+  PartialSums of_rows() const {
+    PartialSums of{nullptr, rows, width, width, {sum}, accumulate};
+    if constexpr (std::is_same_v<S, float>)
+      of.partial = x;
+    else
+      of.partial_bf16 = x;
+    return of;
+  }
+};
+GW_TYPED_OP(column_sum, ColumnSum)
+
+// Arguments of the second stage of the sums of several ops with `partial_only`, in one launch. The workspaces
+// of these ops must still hold their partial sums.
+struct CombineSums {
+  // Four sums for each of eight layers, and two sums for a classifier head.
+  static constexpr size_t kMost = 34;
+  std::array<PartialSums, kMost> of = {};  // ignores entries without partial sums
+};
+GW_OP(combine_sums, CombineSums)
+
+// GELU with the bias of the preceding product.
+// Shapes and the storage type S: kernels/vit/vit.h.
+
+// Arguments of GELU: pre = x + bias (in place in x); y = GELU(pre) = pre * Phi(pre), in either form of Phi.
+// Moves 12 B (FP32) or 6 B (BF16) per element. Without a bias, x is only read: 8 or 4 B.
+template <typename S = float>
+struct BiasGelu {
+  S* x = nullptr;               // (rows, F) in: product without bias, out: pre-activation, kept for backward
+  const float* bias = nullptr;  // (F) elements, or null: x already includes the bias
+  S* y = nullptr;               // (rows, F); without a bias it may be x
+  int64_t rows = 0, width = 0;
+  Gelu form = Gelu::exact;
+};
+GW_TYPED_OP(bias_gelu, BiasGelu)
+
+// Arguments of the backward pass: d_pre = dy * GELU'(pre); d_bias = the sum of d_pre over rows, before
+// rounding. Moves 12 B (FP32) or 6 B (BF16) per element.
+template <typename S = float>
+struct BiasGeluBackward {
+  const S* pre = nullptr;  // (rows, F)
+  const S* dy = nullptr;   // (rows, F)
+  S* d_pre = nullptr;      // (rows, F) out; may be pre or dy
+  float* d_bias = nullptr;
+  float* workspace = nullptr;  // column_sum_workspace(rows, width) floats; null: no d_bias
+  int64_t rows = 0, width = 0;
+  bool accumulate = false;
+  bool partial_only = false;  // leave sums() to combine_sums()
+  Gelu form = Gelu::exact;
+
+  PartialSums sums() const {
+    return {workspace, column_chunks(rows).count, width, width, {d_bias}, accumulate};
+  }
+};
+GW_TYPED_OP(bias_gelu_backward, BiasGeluBackward)
+
+// Conversion of images to tokens: builds the operand of the patch convolution, and adds class token, bias and
+// position to the result of the convolution. Shapes and the storage type S: kernels/vit/vit.h.
+
+// Arguments of patchify: patches(b, i, ch*p*p + y*p + x) = images(b, ch, (i / grid)*p + y, (i % grid)*p + x):
+// the operand of the patch convolution as a product. Moves 8 B (FP32) or 6 B (BF16) per pixel. Image pixels
+// beyond grid * patch are not used.
+template <typename S = float>
+struct Patchify {
+  const float* images = nullptr;  // (B, channels, image, image)
+  S* patches = nullptr;           // (B, grid * grid, channels * patch * patch), grid = image / patch
+  int64_t batch = 0;
+  int32_t channels = 0, image = 0, patch = 0;
+};
+GW_TYPED_OP(patchify, Patchify)
+
+// Arguments of the assembly of tokens: x(b, 0) = class_token + position(0); x(b, 1 + i) = projected(b, i) +
+// bias + position(1 + i). Moves 8 B (FP32) or 6 B (BF16) per element.
+template <typename S = float>
+struct AssembleTokens {
+  const S* projected = nullptr;        // (B, T-1, C) patch projection without bias
+  const float* bias = nullptr;         // (C)
+  const float* class_token = nullptr;  // (C)
+  const float* position = nullptr;     // (T, C)
+  float* x = nullptr;                  // (B, T, C) out
+  int64_t batch = 0, tokens = 0, width = 0;
+};
+GW_TYPED_OP(assemble_tokens, AssembleTokens)
+
+// Arguments of the backward pass. From dx (B, T, C): d_projected (B, T-1, C) = dx without row 0 of each
+// image; d_position (T, C), d_class_token (C) and d_bias (C) are sums over the batch (and over patches for
+// d_bias). Moves 8 B (FP32) or 6 B (BF16) per element.
+template <typename S = float>
+struct AssembleTokensBackward {
+  const float* dx = nullptr;
+  S* d_projected = nullptr;
+  float* d_bias = nullptr;
+  float* d_class_token = nullptr;
+  float* d_position = nullptr;
+  int64_t batch = 0, tokens = 0, width = 0;
+  bool accumulate = false;  // adds to the parameter gradients; d_projected is overwritten
+};
+GW_TYPED_OP(assemble_tokens_backward, AssembleTokensBackward)
+
+}  // namespace gradwire

@@ -1,0 +1,392 @@
+// Host split_heads, split_heads_backward and merge_heads: copies of head_dim floats.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/math/gelu.h"
+#include "kernels/simd/vector.h"
+#include "kernels/vit/elementwise.h"
+
+namespace gradwire::host {
+namespace {
+
+// Copies in(token, head, d), plus the bias, to out(token, head, d) for one image; strides in elements; `bias`
+// may be null.
+template <typename S>
+GW_INLINE void move_heads_of(const S* in, int64_t in_token, int64_t in_head, const float* bias, S* out,
+                             int64_t out_token, int64_t out_head, int64_t tokens, int64_t heads,
+                             int64_t dim) {
+  for (int64_t h = 0; h < heads; ++h) {
+    const float* head_bias = bias != nullptr ? bias + h * dim : nullptr;
+    for (int64_t t = 0; t < tokens; ++t) {
+      const S* from = in + t * in_token + h * in_head;
+      S* to = out + t * out_token + h * out_head;
+      if (head_bias != nullptr) {
+#pragma omp simd
+        for (int64_t d = 0; d < dim; ++d) to[d] = narrow<S>(widen(from[d]) + head_bias[d]);
+      } else {
+#pragma omp simd
+        for (int64_t d = 0; d < dim; ++d) to[d] = from[d];
+      }
+    }
+  }
+}
+
+GW_SIMD void move_heads(const float* in, int64_t in_token, int64_t in_head, const float* bias, float* out,
+                        int64_t out_token, int64_t out_head, int64_t tokens, int64_t heads, int64_t dim) {
+  move_heads_of(in, in_token, in_head, bias, out, out_token, out_head, tokens, heads, dim);
+}
+GW_SIMD void move_heads(const Bf16* in, int64_t in_token, int64_t in_head, const float* bias, Bf16* out,
+                        int64_t out_token, int64_t out_head, int64_t tokens, int64_t heads, int64_t dim) {
+  move_heads_of(in, in_token, in_head, bias, out, out_token, out_head, tokens, heads, dim);
+}
+
+}  // namespace
+
+template <typename S>
+void split_heads(const SplitHeads<S>& a) {
+  const int64_t width = a.heads * a.head_dim, image = a.tokens * width;
+  for_rows(a.batch, 3 * image, [&](int64_t begin, int64_t end) {
+    S* outputs[3] = {a.q, a.k, a.v};
+    for (int64_t b = begin; b < end; ++b) {
+      for (int part = 0; part < 3; ++part) {
+        move_heads(a.qkv + b * 3 * image + part * width, 3 * width, a.head_dim,
+                   a.bias != nullptr ? a.bias + part * width : nullptr, outputs[part] + b * image, a.head_dim,
+                   a.tokens * a.head_dim, a.tokens, a.heads, a.head_dim);
+      }
+    }
+  });
+}
+
+template <typename S>
+void split_heads_backward(const SplitHeadsBackward<S>& a) {
+  const int64_t width = a.heads * a.head_dim, image = a.tokens * width;
+  for_rows(a.batch, 3 * image, [&](int64_t begin, int64_t end) {
+    const S* inputs[3] = {a.dq, a.dk, a.dv};
+    for (int64_t b = begin; b < end; ++b) {
+      for (int part = 0; part < 3; ++part) {
+        move_heads(inputs[part] + b * image, a.head_dim, a.tokens * a.head_dim, nullptr,
+                   a.d_qkv + b * 3 * image + part * width, 3 * width, a.head_dim, a.tokens, a.heads,
+                   a.head_dim);
+      }
+    }
+  });
+}
+
+template <typename S>
+void merge_heads(const MergeHeads<S>& a) {
+  const int64_t width = a.heads * a.head_dim, image = a.tokens * width, head = a.tokens * a.head_dim;
+  for_rows(a.batch, image, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      if (a.inverse) {
+        move_heads(a.in + b * image, width, a.head_dim, nullptr, a.out + b * image, a.head_dim, head,
+                   a.tokens, a.heads, a.head_dim);
+      } else {
+        move_heads(a.in + b * image, a.head_dim, head, nullptr, a.out + b * image, width, a.head_dim,
+                   a.tokens, a.heads, a.head_dim);
+      }
+    }
+  });
+}
+
+GW_INSTANTIATE_OP(split_heads, SplitHeads)
+GW_INSTANTIATE_OP(split_heads_backward, SplitHeadsBackward)
+GW_INSTANTIATE_OP(merge_heads, MergeHeads)
+
+// Host column_sum and bias_residual.
+
+namespace {
+
+template <typename S>
+GW_INLINE void add_rows_of(const S* x, int64_t rows, int64_t width, float* partial) {
+  for (int64_t r = 0; r < rows; ++r, x += width) {
+#pragma omp simd
+    for (int64_t c = 0; c < width; ++c) partial[c] += widen(x[c]);
+  }
+}
+
+GW_SIMD void add_rows(const float* x, int64_t rows, int64_t width, float* partial) {
+  add_rows_of(x, rows, width, partial);
+}
+GW_SIMD void add_rows(const Bf16* x, int64_t rows, int64_t width, float* partial) {
+  add_rows_of(x, rows, width, partial);
+}
+
+}  // namespace
+
+template <typename S>
+void column_sum(const ColumnSum<S>& a) {
+  for (int64_t i = 0; i < a.batch; ++i) {
+    float* const partial_sums = a.workspace + i * column_sum_workspace(a.rows, a.width);
+    sum_chunks(a.rows, a.width, partial_sums, [&](int64_t begin, int64_t end, float* partial) {
+      add_rows(a.x + i * a.stride + begin * a.width, end - begin, a.width, partial);
+    });
+  }
+  if (!a.partial_only) combine_partial_sums(a.sums());
+}
+
+namespace {
+
+template <typename S>
+GW_INLINE void bias_residual_rows_of(const BiasResidual<S>& a, int64_t begin, int64_t end) {
+  const float* bias = a.bias;
+  for (int64_t r = begin; r < end; ++r) {
+    const S* y = a.y + r * a.width;
+    float* x = a.x + r * a.width;
+    if (a.residual == nullptr) {
+#pragma omp simd
+      for (int64_t c = 0; c < a.width; ++c) x[c] = widen(y[c]) + bias[c];
+    } else {
+      const float* residual = a.residual + r * a.width;
+#pragma omp simd
+      for (int64_t c = 0; c < a.width; ++c) x[c] = residual[c] + (widen(y[c]) + bias[c]);
+    }
+  }
+}
+
+GW_SIMD void bias_residual_rows(const BiasResidual<float>& a, int64_t begin, int64_t end) {
+  bias_residual_rows_of(a, begin, end);
+}
+GW_SIMD void bias_residual_rows(const BiasResidual<Bf16>& a, int64_t begin, int64_t end) {
+  bias_residual_rows_of(a, begin, end);
+}
+
+}  // namespace
+
+template <typename S>
+void bias_residual(const BiasResidual<S>& a) {
+  for_rows(a.rows, a.width, [&](int64_t begin, int64_t end) { bias_residual_rows(a, begin, end); });
+}
+
+void combine_sums(const CombineSums& a) {
+  for (const PartialSums& of : a.of) combine_partial_sums(of);
+}
+
+GW_INSTANTIATE_OP(column_sum, ColumnSum)
+GW_INSTANTIATE_OP(bias_residual, BiasResidual)
+
+}  // namespace gradwire::host
+
+// Host bias_gelu and bias_gelu_backward.
+
+GW_ALLOW_FMA
+
+namespace gradwire::host {
+namespace {
+
+template <Gelu kForm>
+GW_INLINE float gelu(float x) {
+  return gelu_of(x, normal_in_form<kForm>(x));
+}
+template <Gelu kForm>
+GW_INLINE float gelu_derivative(float x) {
+  return gelu_derivative_of(x, normal_in_form<kForm>(x));
+}
+
+template <Gelu kForm, typename S>
+GW_INLINE void forward_rows_of(const BiasGelu<S>& a, int64_t begin, int64_t end) {
+  const float* bias = a.bias;
+  for (int64_t r = begin; r < end; ++r) {
+    S *x = a.x + r * a.width, *y = a.y + r * a.width;
+    if (bias == nullptr) {
+#pragma omp simd
+      for (int64_t c = 0; c < a.width; ++c) y[c] = narrow<S>(gelu<kForm>(widen(x[c])));
+      continue;
+    }
+#pragma omp simd
+    for (int64_t c = 0; c < a.width; ++c) {
+      const S pre = narrow<S>(widen(x[c]) + bias[c]);
+      x[c] = pre;
+      y[c] = narrow<S>(gelu<kForm>(widen(pre)));
+    }
+  }
+}
+
+template <Gelu kForm, typename S>
+GW_INLINE void backward_rows_of(const BiasGeluBackward<S>& a, int64_t begin, int64_t end, float* d_bias) {
+  for (int64_t r = begin; r < end; ++r) {
+    const S *pre = a.pre + r * a.width, *dy = a.dy + r * a.width;
+    S* d_pre = a.d_pre + r * a.width;
+    if (d_bias == nullptr) {
+#pragma omp simd
+      for (int64_t c = 0; c < a.width; ++c)
+        d_pre[c] = narrow<S>(widen(dy[c]) * gelu_derivative<kForm>(widen(pre[c])));
+      continue;
+    }
+#pragma omp simd
+    for (int64_t c = 0; c < a.width; ++c) {
+      float d = widen(dy[c]) * gelu_derivative<kForm>(widen(pre[c]));
+      d_pre[c] = narrow<S>(d);
+      d_bias[c] += d;
+    }
+  }
+}
+
+// Computes either form of GELU, so that the code is compiled once per instruction set.
+template <typename S>
+GW_INLINE void forward_rows_in_form(const BiasGelu<S>& a, int64_t begin, int64_t end) {
+  if (a.form == Gelu::tanh) return forward_rows_of<Gelu::tanh>(a, begin, end);
+  forward_rows_of<Gelu::exact>(a, begin, end);
+}
+template <typename S>
+GW_INLINE void backward_rows_in_form(const BiasGeluBackward<S>& a, int64_t begin, int64_t end,
+                                     float* d_bias) {
+  if (a.form == Gelu::tanh) return backward_rows_of<Gelu::tanh>(a, begin, end, d_bias);
+  backward_rows_of<Gelu::exact>(a, begin, end, d_bias);
+}
+
+GW_SIMD void forward_rows(const BiasGelu<float>& a, int64_t begin, int64_t end) {
+  forward_rows_in_form(a, begin, end);
+}
+GW_SIMD void forward_rows(const BiasGelu<Bf16>& a, int64_t begin, int64_t end) {
+  forward_rows_in_form(a, begin, end);
+}
+GW_SIMD void backward_rows(const BiasGeluBackward<float>& a, int64_t begin, int64_t end, float* d_bias) {
+  backward_rows_in_form(a, begin, end, d_bias);
+}
+GW_SIMD void backward_rows(const BiasGeluBackward<Bf16>& a, int64_t begin, int64_t end, float* d_bias) {
+  backward_rows_in_form(a, begin, end, d_bias);
+}
+
+}  // namespace
+
+template <typename S>
+void bias_gelu(const BiasGelu<S>& a) {
+  for_rows(a.rows, a.width, [&](int64_t begin, int64_t end) { forward_rows(a, begin, end); });
+}
+
+template <typename S>
+void bias_gelu_backward(const BiasGeluBackward<S>& a) {
+  if (a.workspace == nullptr) {
+    return for_rows(a.rows, a.width,
+                    [&](int64_t begin, int64_t end) { backward_rows(a, begin, end, nullptr); });
+  }
+  sum_chunks(a.rows, a.width, a.workspace,
+             [&](int64_t begin, int64_t end, float* d_bias) { backward_rows(a, begin, end, d_bias); });
+  if (!a.partial_only) combine_partial_sums(a.sums());
+}
+
+GW_INSTANTIATE_OP(bias_gelu, BiasGelu)
+GW_INSTANTIATE_OP(bias_gelu_backward, BiasGeluBackward)
+
+}  // namespace gradwire::host
+
+namespace gradwire::host {
+
+// Host patchify, assemble_tokens and assemble_tokens_backward.
+
+namespace {
+
+void move_line(const float* from, int64_t count, float* to) {
+  std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
+}
+void move_line(const float* from, int64_t count, Bf16* to) {
+  narrow_all(from, nullptr, count, to);
+}
+
+}  // namespace
+
+template <typename S>
+void patchify(const Patchify<S>& a) {
+  if (a.patch <= 0) return;
+  const int64_t patch = a.patch, grid = a.image / patch, image = a.image;
+  const int64_t area = patch * patch, patch_elements = a.channels * area;
+  // Each iteration of the loop handles one row of patches of one image.
+  for_rows(a.batch * grid, grid * patch_elements, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t b = row / grid, gy = row % grid;
+      for (int64_t gx = 0; gx < grid; ++gx) {
+        S* out = a.patches + (row * grid + gx) * patch_elements;
+        for (int64_t ch = 0; ch < a.channels; ++ch) {
+          const float* in = a.images + ((b * a.channels + ch) * image + gy * patch) * image + gx * patch;
+          for (int64_t y = 0; y < patch; ++y) {
+            move_line(in + y * image, patch, out + ch * area + y * patch);
+          }
+        }
+      }
+    }
+  });
+}
+
+namespace {
+
+template <typename S>
+GW_INLINE void assemble_image_of(const AssembleTokens<S>& a, int64_t b) {
+  const int64_t width = a.width;
+  const float *bias = a.bias, *class_token = a.class_token;
+  float* x = a.x + b * a.tokens * width;
+#pragma omp simd
+  for (int64_t c = 0; c < width; ++c) x[c] = class_token[c] + a.position[c];
+  for (int64_t t = 1; t < a.tokens; ++t) {
+    const S* projected = a.projected + (b * (a.tokens - 1) + t - 1) * width;
+    const float* position = a.position + t * width;
+    float* row = x + t * width;
+#pragma omp simd
+    for (int64_t c = 0; c < width; ++c) row[c] = widen(projected[c]) + bias[c] + position[c];
+  }
+}
+
+// Computes columns [begin, end) of the parameter gradients.
+template <typename S>
+GW_INLINE void reduce_columns_of(const AssembleTokensBackward<S>& a, int64_t begin, int64_t end) {
+  constexpr int64_t kTile = 64;
+  for (int64_t c0 = begin; c0 < end; c0 += kTile) {
+    const int64_t n = std::min(kTile, end - c0);
+    float d_bias[kTile] = {};
+    for (int64_t t = 0; t < a.tokens; ++t) {
+      float sum[kTile] = {};
+      for (int64_t b = 0; b < a.batch; ++b) {
+        const float* dx = a.dx + (b * a.tokens + t) * a.width + c0;
+#pragma omp simd
+        for (int64_t c = 0; c < n; ++c) sum[c] += dx[c];
+      }
+      float* d_position = a.d_position + t * a.width + c0;
+      for (int64_t c = 0; c < n; ++c) {
+        if (t > 0) d_bias[c] += sum[c];
+        if (t == 0) a.d_class_token[c0 + c] = (a.accumulate ? a.d_class_token[c0 + c] : 0.0f) + sum[c];
+        d_position[c] = (a.accumulate ? d_position[c] : 0.0f) + sum[c];
+      }
+    }
+    for (int64_t c = 0; c < n; ++c) a.d_bias[c0 + c] = (a.accumulate ? a.d_bias[c0 + c] : 0.0f) + d_bias[c];
+  }
+}
+
+GW_SIMD void assemble_image(const AssembleTokens<float>& a, int64_t b) {
+  assemble_image_of(a, b);
+}
+GW_SIMD void assemble_image(const AssembleTokens<Bf16>& a, int64_t b) {
+  assemble_image_of(a, b);
+}
+GW_SIMD void reduce_columns(const AssembleTokensBackward<float>& a, int64_t begin, int64_t end) {
+  reduce_columns_of(a, begin, end);
+}
+GW_SIMD void reduce_columns(const AssembleTokensBackward<Bf16>& a, int64_t begin, int64_t end) {
+  reduce_columns_of(a, begin, end);
+}
+
+}  // namespace
+
+template <typename S>
+void assemble_tokens(const AssembleTokens<S>& a) {
+  if (a.tokens == 0) return;
+  for_rows(a.batch, a.tokens * a.width, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) assemble_image(a, b);
+  });
+}
+
+template <typename S>
+void assemble_tokens_backward(const AssembleTokensBackward<S>& a) {
+  if (a.tokens == 0) return;
+  const int64_t patches = (a.tokens - 1) * a.width;
+  for_rows(a.batch, a.tokens * a.width, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      move_line(a.dx + b * a.tokens * a.width + a.width, patches, a.d_projected + b * patches);
+    }
+  });
+  parallel_for(a.width, 64, [&](int64_t begin, int64_t end) { reduce_columns(a, begin, end); });
+}
+
+GW_INSTANTIATE_OP(patchify, Patchify)
+GW_INSTANTIATE_OP(assemble_tokens, AssembleTokens)
+GW_INSTANTIATE_OP(assemble_tokens_backward, AssembleTokensBackward)
+
+}  // namespace gradwire::host
