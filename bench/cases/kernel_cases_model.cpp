@@ -12,7 +12,7 @@
 #include "bench/cases/kernel_cases.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/vit/vit.h"
-#include "kernels/wire/formats.h"
+#include "kernels/wire/format.h"
 
 namespace gradwire::bench {
 namespace {

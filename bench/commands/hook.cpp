@@ -18,7 +18,7 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/buckets.h"
 #include "kernels/math/random.h"
-#include "kernels/wire/formats.h"
+#include "kernels/wire/format.h"
 #include "runtime/threads/thread_pool.h"
 
 namespace gradwire::bench {

@@ -9,7 +9,7 @@
 #include "bench/commands/main.h"
 #include "collectives/schedule/checker.h"
 #include "collectives/schedule/schedule.h"
-#include "kernels/wire/formats.h"
+#include "kernels/wire/format.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
 

@@ -10,7 +10,7 @@
 #include "collectives/codec/codec.h"
 #include "collectives/codec/residual.h"
 #include "collectives/plan/planner.h"
-#include "kernels/wire/fp32.h"
+#include "kernels/wire/floats.h"
 #include "runtime/util/mix.h"
 
 namespace gradwire::c_api {

@@ -7,7 +7,7 @@
 
 #include "collectives/agreement/statements.h"
 #include "collectives/c_api/reducer.h"
-#include "kernels/wire/fp16.h"
+#include "kernels/wire/floats.h"
 #include "runtime/util/error.h"
 
 namespace gradwire::c_api {

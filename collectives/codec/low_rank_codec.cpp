@@ -7,7 +7,7 @@
 
 #include "collectives/codec/policy_codec.h"
 #include "kernels/powersgd/orthonormalize.h"
-#include "kernels/wire/fp32.h"
+#include "kernels/wire/floats.h"
 
 namespace gradwire {
 namespace {

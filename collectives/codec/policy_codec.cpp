@@ -29,7 +29,7 @@
 #include "collectives/codec/codec.h"
 #include "kernels/feedback/feedback.h"
 #include "kernels/powersgd/powersgd.h"
-#include "kernels/wire/fp32.h"
+#include "kernels/wire/floats.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

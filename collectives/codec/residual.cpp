@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "collectives/codec/codec.h"
-#include "kernels/wire/fp32.h"
+#include "kernels/wire/floats.h"
 #include "runtime/util/mix.h"
 
 namespace gradwire {

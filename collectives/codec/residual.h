@@ -22,7 +22,7 @@
 #include <utility>
 
 #include "collectives/program/program.h"
-#include "kernels/wire/formats.h"
+#include "kernels/wire/format.h"
 #include "runtime/device/device.h"
 
 namespace gradwire {

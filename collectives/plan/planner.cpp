@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "collectives/program/program.h"
-#include "kernels/wire/formats.h"
+#include "kernels/wire/format.h"
 
 namespace gradwire {
 namespace {

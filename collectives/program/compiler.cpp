@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "collectives/program/program.h"
-#include "kernels/wire/part_scale.h"
+#include "kernels/wire/format.h"
 #include "runtime/util/error.h"
 #include "runtime/util/mix.h"
 

@@ -13,7 +13,7 @@
 #include "collectives/program/program.h"
 #include "collectives/transport/transport.h"
 #include "kernels/wire/format.h"
-#include "kernels/wire/fp32.h"
+#include "kernels/wire/floats.h"
 
 namespace gradwire {
 

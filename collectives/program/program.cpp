@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "collectives/program/executor.h"
-#include "kernels/wire/fp16.h"
+#include "kernels/wire/floats.h"
 #include "runtime/util/error.h"
 #include "runtime/util/mix.h"
 

@@ -14,7 +14,7 @@
 // and every rank ends with the same bits.
 //
 // If scale < 1, as for an average, sums of parts are in smaller units than the parts
-// (kernels/wire/part_scale.h), so that they are finite whenever the average is. Residuals are always in the
+// (kernels/wire/format.h), so that they are finite whenever the average is. Residuals are always in the
 // units of a part.
 //
 // With an exact format no value is encoded: chunks are sent directly from the buffers and received directly
@@ -48,7 +48,7 @@
 
 #include "collectives/schedule/schedule.h"
 #include "collectives/transport/transport.h"
-#include "kernels/wire/formats.h"
+#include "kernels/wire/format.h"
 #include "runtime/device/device.h"
 #include "runtime/device/dtype.h"
 #include "runtime/device/nvtx.h"

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "kernels/wire/fp16.h"
+#include "kernels/wire/floats.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

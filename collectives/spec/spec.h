@@ -1,6 +1,6 @@
 // Compression specs: name[:key=value,...].
 //
-// The name is a wire format's (kernels/wire/formats.h), `powersgd`, `randk` or `dion`.
+// The name is a wire format's (kernels/wire/format.h), `powersgd`, `randk` or `dion`.
 // CompressionSpec::grammar() lists all options; docs/formats.md explains them.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 #include "collectives/schedule/schedule.h"
 #include "collectives/spec/residual_policy.h"
-#include "kernels/wire/formats.h"
+#include "kernels/wire/format.h"
 
 namespace gradwire {
 

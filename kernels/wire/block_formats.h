@@ -6,10 +6,7 @@
 #include "kernels/wire/eden.h"
 #include "kernels/wire/int.h"
 #include "kernels/wire/microscaling.h"
-#include "kernels/wire/natural.h"
 #include "kernels/wire/qsgd.h"
-#include "kernels/wire/sign.h"
-#include "kernels/wire/terngrad.h"
 #include "kernels/wire/topk.h"
 #include "kernels/wire/varbits.h"
 

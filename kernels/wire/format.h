@@ -20,14 +20,76 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "kernels/math/small_float.h"
 #include "kernels/op.h"
-#include "kernels/wire/options.h"
-#include "kernels/wire/part_scale.h"
 
 namespace gradwire {
+
+// The options of a wire format in its specs, `int4:block=64`; each format describes its options.
+
+// A member of a format that a spec may set. Its value is an index into `words` or, without words, a number
+// from `least` to `most`.
+struct FormatOption {
+  const char* key;
+  int* value;
+  std::vector<const char*> words = {};
+  int least = 0, most = 0;
+  bool power_of_two = false;
+
+  // Sets the member from `text`. Returns false when `text` is not a legal value.
+  bool set(std::string_view text) const;
+  std::string text() const;   // returns the text of the current value
+  std::string legal() const;  // returns "pow2|fp32" or "a power of two from 32 to 512"
+};
+
+inline FormatOption block_option(int* value, int least = 32, int most = 512) {
+  return {.key = "block", .value = value, .least = least, .most = most, .power_of_two = true};
+}
+
+// Keeps an average within FP32's range where the sum would overflow. The rank that sums parts multiplies each
+// part by a power of two, at most 1 / ranks. At the end it multiplies the sum by the remaining factor. Parts
+// are sent unscaled; sums of parts are sent scaled.
+//
+// A power of two does not change any rounding, neither in sums nor in formats. Results and residuals
+// therefore have the bits of a sum that is divided afterwards. Exception: scaled values below the smallest
+// normal float, 1.2e-38. (For such values, a product and its addition may be rounded once, as on a GPU, or
+// twice.)
+
+// The largest number of inputs of one op.
+inline constexpr int kMaxInputs = 64;
+
+// The scales of an op's inputs, initially 1.
+struct InputScales {
+  float of[kMaxInputs];
+  constexpr InputScales() : of() {
+    for (float& scale : of) scale = 1.0f;
+  }
+};
+
+// Returns the power of two by which each part is multiplied if the result is `scale` times the sum of the
+// parts: the largest power that is at most `scale` and at most 1.
+inline float part_scale_for(float scale) {
+  float part = 1.0f;
+  while (0 < scale && scale < part && part > 0x1p-100f) part *= 0.5f;
+  return part;
+}
+
+// Returns 1 / scale for a power of two from 2^-126 to 1.
+GW_HD float inverse_part_scale(float scale) {
+  return bits_float(0x7f000000u - float_bits(scale));
+}
+
+// Returns the encoding error of a sum as a residual in the units of a part; 0 if the residual overflows a
+// float or the sum is not finite. `unit` is the inverse of the part's scale in the sum.
+GW_HD float to_residual(float rest, float unit) {
+  rest *= unit;
+  return is_finite(rest) ? rest : 0.0f;
+}
 
 enum class Rounding : uint8_t { nearest, stochastic };
 
@@ -149,5 +211,28 @@ class WireFormat {
 
 // Formats live as long as the program, one per spec, so equal formats are the same object.
 using Wire = const WireFormat*;
+
+// The table of wire formats. The spec grammar, collectives, tests, benches and the docs' table are derived
+// from the table.
+
+// The formats that other code names; all others are found by name only.
+extern const Wire kFp32, kBf16, kFp8;
+
+// Returns the formats in the order of the docs; the first format is kFp32. Registered formats (registered.h)
+// come last. The span remains valid, but lacks formats registered after the call.
+std::span<const Wire> wire_formats();
+// Returns the format with this name; null if there is none.
+Wire find_wire_format(std::string_view name);
+// Adds `format` to the table. If a format of this name exists, returns the existing format.
+Wire add_wire_format(std::unique_ptr<const WireFormat> format);
+// Returns the format with the options of `variant`, a copy of a table entry. Calls settle(). Equal options
+// give the same object.
+Wire intern_wire_format(WireFormat& variant);
+// Returns the format of a spec. `spec` is "name" or "name:key=value,..." and must be legal: for code and
+// tests without user input.
+Wire wire_format(std::string_view spec);
+
+// Returns all formats of the table, plus variants with options whose code differs, for tests and benches.
+std::vector<Wire> example_wire_formats();
 
 }  // namespace gradwire

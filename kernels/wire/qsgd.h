@@ -93,4 +93,182 @@ struct Qsgd {
   }
 };
 
+// TernGrad: -1, 0 or 1 times the block's largest magnitude; nonzero with probability |x| / largest, so the
+// result is unbiased. A value takes 2 bits; a block also sends the largest magnitude in FP32. Values are
+// first clamped to a multiple of their root mean square: 2.5 in the source, 2 in this implementation. At 2.5
+// the error is as large as the values, and the residual grows from step to step in a ring of eight. With
+// clip=off the residual grows in any schedule. Both settings need ef=off.
+
+struct TernGrad {
+  int size = 128;
+  int clip = 0;  // 2, 2.5, off
+
+  static constexpr int kMaxBlock = 512;
+  static constexpr const char* kSummary =
+      "-1, 0 or 1 times the largest of 128 values after clipping, at random";
+  static constexpr const char* kSource = "Wen et al., TernGrad, NeurIPS 2017";
+  static constexpr Rounding kRounding = Rounding::stochastic;
+  static constexpr bool kStochastic = true, kMasks = true;
+  static constexpr Rotation kRotation = Rotation::optional;
+  static constexpr std::array kExamples = {"clip=off", "block=512,clip=2.5"};
+
+  GW_HD int block() const { return size; }
+  GW_HD int bytes() const { return size / 4 + 4; }
+  GW_HD static int scale_bytes() { return 4; }
+  GW_HD bool clips() const { return clip < 2; }
+  double gaussian_error(bool) const {
+    if (size != 128) return 0;
+    return clip == 0 ? 0.652 : clip == 1 ? 0.996 : 1.265;
+  }
+  // Returns the bound of the squared error. In the worst block one value is `most` times the root mean square
+  // and the other values are equal.
+  double error_bound(bool stochastic) const {
+    const double n = size, most = clip == 0 ? 2 : clip == 1 ? 2.5 : std::sqrt(n) / 2;
+    return stochastic ? (most * std::sqrt((n - 1) * (n - most * most)) - (n - most * most)) / n : 1 - 1 / n;
+  }
+  std::vector<FormatOption> options() {
+    return {block_option(&size), {.key = "clip", .value = &clip, .words = {"2", "2.5", "off"}}};
+  }
+
+  template <typename Lanes, typename Values, typename Random>
+  GW_HD void encode(const Lanes& lanes, Values values, int count, Random random, uint8_t* to) const {
+    const uint32_t most =
+        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+    float largest = bits_float(most);
+    if (clips()) {
+      const uint8_t near = near_exponent(most);
+      const float down = fp8_inverse_scale(near);
+      const float squares = lanes.sum(count, [=](auto i) GW_HD_LAMBDA {
+        const float x = values[i] * down;
+        return x * x;
+      });
+      const float limit =
+          (clip == 0 ? 2.0f : 2.5f) * sqrtf(squares / static_cast<float>(count)) * fp8_scale(near);
+      if (limit < largest) largest = limit;
+    }
+    put_float(to + size / 4, largest);
+    with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
+      pack_codes<2>(lanes, size, to, [=](auto i) GW_HD_LAMBDA {
+        const int32_t drawn = draw(i);  // out of 2^16; rounding to nearest compares with a half
+        const float threshold = static_cast<float>(drawn < 0 ? 32768 : drawn) * (1.0f / 65536.0f) * largest;
+        const uint32_t bits = float_bits(values[i]);
+        return bits_float(bits & 0x7fffffffu) > threshold ? 1u + (bits >> 31) : 0u;
+      });
+    });
+  }
+  template <typename Lanes, typename Values>
+  GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
+    const float largest = get_float(from + size / 4);
+    unpack_codes<2>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
+      const float x = code == 0u ? 0.0f : largest;
+      values[i] = code == 2u ? -x : x;
+    });
+  }
+};
+
+// Natural compression: a sign and a power of two, 8 bits per value. One byte holds the block's largest
+// exponent; values of at most 2^-125 times the largest power become 0. Unbiased rounding between neighbouring
+// powers of two has a squared error of at most 1/8 of the value's square (Theorem 1 of the source).
+//
+// Codes: sign in the top bit, then 0 for zero, 127 for NaN and Inf, and 1 to 126 for 2^(top - 126 + code).
+
+struct Natural {
+  int size = 128;
+
+  static constexpr int kMaxBlock = 512;
+  static constexpr const char* kSummary = "signs and powers of two";
+  static constexpr const char* kSource =
+      "Horvath et al., Natural Compression for Distributed Deep Learning, 2019";
+  static constexpr Rounding kRounding = Rounding::stochastic;
+  static constexpr bool kStochastic = true, kMasks = false;
+  static constexpr Rotation kRotation = Rotation::optional;
+  static constexpr std::array kExamples = {"block=512"};
+
+  GW_HD int block() const { return size; }
+  GW_HD int bytes() const { return size + 1; }
+  GW_HD static int scale_bytes() { return 1; }
+  static double gaussian_error(bool) { return 8.33e-2; }
+  static double error_bound(bool stochastic) { return stochastic ? 1.0 / 8 : 1.0 / 9; }
+  std::vector<FormatOption> options() { return {block_option(&size)}; }
+
+  // Returns the exponent field of a finite magnitude rounded to a power of two; 0 for magnitudes below
+  // 2^-126.
+  GW_HD static uint32_t rounded_exponent(uint32_t bits, int32_t random) {
+    const uint32_t exponent = bits >> 23, fraction = bits & 0x7fffffu;
+    const uint32_t up = random < 0 ? (fraction >= 0x400000u ? 1u : 0u)
+                                   : ((fraction >> 7) + static_cast<uint32_t>(random)) >> 16;
+    const uint32_t rounded = exponent + up;
+    return exponent == 0 ? 0u : rounded > 254u ? 254u : rounded;
+  }
+
+  template <typename Lanes, typename Values, typename Random>
+  GW_HD void encode(const Lanes& lanes, Values values, int count, Random random, uint8_t* to) const {
+    const uint32_t largest =
+        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); });
+    uint32_t top = (largest >> 23) + 1u;  // rounding may raise the exponent by 1
+    top = top > 254u ? 254u : top;
+    to[size] = static_cast<uint8_t>(top);
+    with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
+      pack_codes<8>(lanes, size, to, [=](auto i) GW_HD_LAMBDA {
+        const uint32_t bits = float_bits(values[i]), magnitude = bits & 0x7fffffffu;
+        const uint32_t exponent = rounded_exponent(magnitude, draw(i));
+        uint32_t code = exponent + 126u > top ? exponent + 126u - top : 0u;
+        code = exponent == 0u ? 0u : code;
+        code = magnitude >= 0x7f800000u ? 127u : code;
+        return (bits >> 31) << 7 | code;
+      });
+    });
+  }
+  template <typename Lanes, typename Values>
+  GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
+    const uint32_t top = from[size];
+    unpack_codes<8>(lanes, from, size, count, [=](auto i, uint32_t byte) GW_HD_LAMBDA {
+      const uint32_t code = byte & 127u, sign = (byte >> 7) << 31;
+      uint32_t bits = code == 0u ? 0u : (top + code - 126u) << 23;
+      bits = code == 127u ? 0x7fc00000u : bits;
+      values[i] = bits_float(bits | sign);
+    });
+  }
+};
+
+// One bit: the sign, times the block's mean magnitude in FP32, the magnitude with the least squared error.
+// Error on a Gaussian: 1 - 2 / pi. The format is biased and needs error feedback.
+
+struct Sign {
+  int size = 512;
+
+  static constexpr int kMaxBlock = 512;
+  static constexpr const char* kSummary = "signs, and the mean magnitude of 512 values";
+  static constexpr const char* kSource =
+      "Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, with the mean of a block";
+  static constexpr Rounding kRounding = Rounding::nearest;
+  static constexpr bool kStochastic = false, kMasks = true;
+  static constexpr Rotation kRotation = Rotation::optional;
+  static constexpr std::array kExamples = {"block=64"};
+
+  GW_HD int block() const { return size; }
+  GW_HD int bytes() const { return size / 8 + 4; }
+  GW_HD static int scale_bytes() { return 4; }
+  double gaussian_error(bool) const { return size == 512 ? 0.3634 : 0; }
+  double error_bound(bool) const { return 1 - 1.0 / size; }
+  std::vector<FormatOption> options() { return {block_option(&size)}; }
+
+  template <typename Lanes, typename Values, typename Random>
+  GW_HD void encode(const Lanes& lanes, Values values, int count, Random, uint8_t* to) const {
+    // Scale before summing, so that the sum does not overflow.
+    const float share = 1.0f / static_cast<float>(count);
+    const float mean = lanes.sum(
+        count, [=](auto i) GW_HD_LAMBDA { return bits_float(float_bits(values[i]) & 0x7fffffffu) * share; });
+    const float most = 0x1.fffffep127f;
+    put_float(to + size / 8, mean > most ? most : mean);
+    pack_codes<1>(lanes, size, to, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) >> 31; });
+  }
+  template <typename Lanes, typename Values>
+  GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
+    const float mean = get_float(from + size / 8);
+    unpack_codes<1>(lanes, from, size, count,
+                    [=](auto i, uint32_t code) GW_HD_LAMBDA { values[i] = code != 0u ? -mean : mean; });
+  }
+};
+
 }  // namespace gradwire

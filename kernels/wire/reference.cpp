@@ -5,10 +5,9 @@
 
 #include "kernels/math/small_float.h"
 #include "kernels/math/random.h"
-#include "kernels/wire/bf16.h"
+#include "kernels/wire/floats.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/block_formats.h"
-#include "kernels/wire/fp32.h"
 #include "kernels/wire/fp8.h"
 
 namespace gradwire::reference {

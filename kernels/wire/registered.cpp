@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "kernels/math/small_float.h"
-#include "kernels/wire/formats.h"
+#include "kernels/wire/format.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 

@@ -8,7 +8,7 @@
 #include <map>
 #include <random>
 
-#include "kernels/wire/formats.h"
+#include "kernels/wire/format.h"
 #include "tests/collectives/schedule_interpreter.h"
 #include "tests/collectives/schedule_mutator.h"
 

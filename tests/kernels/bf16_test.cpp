@@ -1,5 +1,5 @@
 // Properties specific to the BF16 wire format. wire_test.cpp tests the properties of all formats.
-#include "kernels/wire/bf16.h"
+#include "kernels/wire/floats.h"
 
 #include <fmt/format.h>
 

@@ -1,4 +1,4 @@
-#include "kernels/wire/fp16.h"
+#include "kernels/wire/floats.h"
 
 #include <cmath>
 #include <random>

@@ -1,5 +1,5 @@
 // The FP32 wire format, a sum whose order is part of the contract.
-#include "kernels/wire/fp32.h"
+#include "kernels/wire/floats.h"
 
 #include <cstring>
 

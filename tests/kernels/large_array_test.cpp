@@ -4,7 +4,7 @@
 
 #include "kernels/powersgd/powersgd.h"
 #include "kernels/simd/vector.h"
-#include "kernels/wire/bf16.h"
+#include "kernels/wire/floats.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "kernels/math/small_float.h"
-#include "kernels/wire/formats.h"
+#include "kernels/wire/format.h"
 #include "tests/kernels/backend.h"
 
 namespace gradwire::testing {

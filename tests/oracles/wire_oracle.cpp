@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/wire/formats.h"
+#include "kernels/wire/format.h"
 #include "runtime/device/device.h"
 #include "tests/oracles/binary_io.h"
 #include "tests/support/normal.h"

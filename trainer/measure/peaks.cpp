@@ -10,7 +10,7 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/math/random.h"
 #include "kernels/simd/vector.h"
-#include "kernels/wire/formats.h"
+#include "kernels/wire/format.h"
 #include "runtime/device/unwinding.h"
 #include "runtime/threads/thread_pool.h"
 #include "trainer/measure/products.h"

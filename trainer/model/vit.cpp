@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "kernels/wire/formats.h"
+#include "kernels/wire/format.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

@@ -1,19 +1,116 @@
-// BF16 wire format on CUDA: two element-wise kernels, eight elements per thread and step.
+// FP32 wire format on CUDA: a sum of many arrays in a fixed order, in one pass.
 //
-// Bytes per element: as in kernels/wire/format.h, with w = 2. Limit: memory bandwidth. Alignment: any;
-// 16-byte accesses to floats when the arrays share a head (kernels/cuda/vector.cuh). Deterministic: one
-// thread computes each element, from that element's inputs only.
-#include "kernels/wire/bf16.h"
+// Bytes per element: 8 + 4 per input. Limit: memory bandwidth. Alignment: any; 16-byte accesses when the
+// arrays share a head (kernels/cuda/vector.cuh). Deterministic: the additions are in the contract's order.
+#include "kernels/wire/floats.h"
 
 #include "kernels/cuda/vector.cuh"
-#include "kernels/math/small_float.h"
 #include "kernels/math/random.h"
+#include "kernels/math/small_float.h"
 #include "kernels/wire/reduce_encode.cuh"
 
 namespace gradwire::cuda {
 namespace {
 
+constexpr int kFp32Width = 4;
+
+struct ReduceBody {
+  const Reduce& a;
+
+  template <int W>
+  __device__ __forceinline__ void at(int64_t i) const {
+    float own[W], s[W];
+    load<W>(a.own + i, own);
+#pragma unroll
+    for (int k = 0; k < W; ++k) s[k] = -0.0f;  // the additive identity, also for -0
+    for (int input = 0; input < a.num_inputs; ++input) {
+      float x[W];
+      load<W>(a.inputs[input] + i, x);
+      if (input == a.own_position) add<W>(a.own_scale, own, s);
+      add<W>(a.input_scale(input), x, s);
+    }
+    if (a.own_position == a.num_inputs) add<W>(a.own_scale, own, s);
+#pragma unroll
+    for (int k = 0; k < W; ++k) s[k] *= a.scale;
+    store<W>(a.out + i, s);
+  }
+};
+
+__global__ void __launch_bounds__(kVectorThreads)
+    fp32_reduce_kernel(const __grid_constant__ Reduce a, const __grid_constant__ VectorSplit split) {
+  for_each_vector<kFp32Width>(split, ReduceBody{a});
+}
+
+}  // namespace
+
+void fp32_reduce(CudaStream stream, const Reduce& a) {
+  auto alignment = Alignment(kFp32Width).with(a.own).with(a.out);
+  for (int k = 0; k < a.num_inputs; ++k) alignment.with(a.inputs[k]);
+  auto split = alignment.split(a.count);
+  launch_vectors<kFp32Width>("fp32_reduce", fp32_reduce_kernel, stream, split, a);
+}
+
+// FP16 to FP32 and back on CUDA: eight elements per thread and step.
+
+namespace {
+
 constexpr int kWidth = 8;
+
+struct WidenBody {
+  const Fp16Widen& a;
+  template <int W>
+  __device__ __forceinline__ void at(int64_t i) const {
+    uint16_t halves[W];
+    float out[W];
+    load_vector<W>(a.halves + i, halves);
+#pragma unroll
+    for (int k = 0; k < W; ++k) out[k] = fp16_to_float(halves[k]);
+    store_vector<W>(a.out + i, out);
+  }
+};
+
+struct NarrowBody {
+  const Fp16Narrow& a;
+  template <int W>
+  __device__ __forceinline__ void at(int64_t i) const {
+    float values[W];
+    uint16_t out[W];
+    load_vector<W>(a.values + i, values);
+#pragma unroll
+    for (int k = 0; k < W; ++k) out[k] = float_to_fp16(values[k]);
+    store_vector<W>(a.out + i, out);
+  }
+};
+
+__global__ void __launch_bounds__(kVectorThreads)
+    fp16_widen_kernel(const __grid_constant__ Fp16Widen a, const __grid_constant__ VectorSplit split) {
+  for_each_vector<kWidth>(split, WidenBody{a});
+}
+
+__global__ void __launch_bounds__(kVectorThreads)
+    fp16_narrow_kernel(const __grid_constant__ Fp16Narrow a, const __grid_constant__ VectorSplit split) {
+  for_each_vector<kWidth>(split, NarrowBody{a});
+}
+
+}  // namespace
+
+void fp16_widen(CudaStream stream, const Fp16Widen& a) {
+  const VectorSplit split = Alignment(kWidth).with(a.halves).with(a.out).split(a.count);
+  launch_vectors<kWidth>("fp16_widen", fp16_widen_kernel, stream, split, a);
+}
+
+void fp16_narrow(CudaStream stream, const Fp16Narrow& a) {
+  const VectorSplit split = Alignment(kWidth).with(a.values).with(a.out).split(a.count);
+  launch_vectors<kWidth>("fp16_narrow", fp16_narrow_kernel, stream, split, a);
+}
+
+// BF16 wire format on CUDA: two element-wise kernels, eight elements per thread and step.
+//
+// Bytes per element: as in kernels/wire/format.h, with w = 2. Limit: memory bandwidth. Alignment: any;
+// 16-byte accesses to floats when the arrays share a head (kernels/cuda/vector.cuh). Deterministic: one
+// thread computes each element, from that element's inputs only.
+
+namespace {
 
 // Stores round(s[k]) in wire[k] for the vector at element i of the call.
 template <Coding kCoding, int W>
