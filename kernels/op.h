@@ -15,7 +15,6 @@
 
 #include "kernels/math/small_float.h"
 #include "runtime/device/device.h"
-#include "runtime/device/op_count.h"
 #include "runtime/util/error.h"
 
 #ifdef GRADWIRE_HAS_CUDA

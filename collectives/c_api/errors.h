@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "runtime/device/device.h"
-#include "runtime/device/dtype.h"
 #include "runtime/util/error.h"
 
 namespace gradwire::c_api {

@@ -14,8 +14,8 @@
 
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/reducer.h"
-#include "runtime/device/dtype.h"
-#include "runtime/device/unwinding.h"
+#include "runtime/device/device.h"
+#include "runtime/device/device_cuda.h"
 #include "runtime/util/crc32.h"
 #include "runtime/util/mix.h"
 

@@ -19,7 +19,6 @@
 #include "collectives/spec/spec.h"
 #include "collectives/transport/transport.h"
 #include "runtime/device/device.h"
-#include "runtime/device/dtype.h"
 #include "runtime/util/shape.h"
 
 namespace gradwire {

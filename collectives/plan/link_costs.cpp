@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "collectives/agreement/statements.h"
-#include "runtime/device/unwinding.h"
+#include "runtime/device/device_cuda.h"
 #include "runtime/util/mix.h"
 
 namespace gradwire {

@@ -50,7 +50,6 @@
 #include "collectives/transport/transport.h"
 #include "kernels/wire/format.h"
 #include "runtime/device/device.h"
-#include "runtime/device/dtype.h"
 #include "runtime/device/nvtx.h"
 #include "runtime/trace/trace.h"
 

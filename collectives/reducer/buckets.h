@@ -10,7 +10,7 @@
 #include "collectives/codec/codec.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/spec/spec.h"
-#include "runtime/device/dtype.h"
+#include "runtime/device/device.h"
 #include "runtime/util/shape.h"
 
 namespace gradwire {

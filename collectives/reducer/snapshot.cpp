@@ -6,7 +6,7 @@
 #include <array>
 #include <cmath>
 
-#include "runtime/device/unwinding.h"
+#include "runtime/device/device_cuda.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

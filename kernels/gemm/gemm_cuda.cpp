@@ -32,7 +32,7 @@
 
 #include "kernels/gemm/gemm.h"
 #include "kernels/gemm/tuning.h"
-#include "runtime/device/cuda_check.h"
+#include "runtime/device/device_cuda.h"
 #include "runtime/device/device.h"
 #include "runtime/threads/thread.h"
 

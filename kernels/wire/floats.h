@@ -5,7 +5,7 @@
 
 #include "kernels/op.h"
 #include "kernels/wire/format.h"
-#include "runtime/device/dtype.h"
+#include "runtime/device/device.h"
 
 namespace gradwire {
 

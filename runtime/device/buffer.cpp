@@ -8,10 +8,9 @@
 #include <exception>
 #include <type_traits>
 
-#include "runtime/device/capture.h"
+#include "runtime/device/graph.h"
 #include "runtime/device/device_impl.h"
-#include "runtime/device/memory_use.h"
-#include "runtime/device/op_count.h"
+#include "runtime/device/device.h"
 #include "runtime/threads/resources.h"
 #include "runtime/util/error.h"
 

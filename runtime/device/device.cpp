@@ -2,13 +2,19 @@
 #include "runtime/device/device.h"
 
 #include <fmt/core.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
 #include <thread>
 #include <utility>
 
-#include "runtime/device/capture.h"
+#include "runtime/device/graph.h"
 #include "runtime/device/device_impl.h"
-#include "runtime/device/properties.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {
@@ -169,5 +175,84 @@ void CallersDevice::will_change_to(int index) {
   if (const int now = cuda::current_device(); now != index) callers_device->before_ = now;
 }
 }  // namespace detail
+
+namespace {
+
+thread_local OpCount* current = nullptr;
+
+}  // namespace
+
+OpCount::OpCount() : outer_(current) {
+  current = this;
+}
+OpCount::~OpCount() {
+  current = outer_;
+}
+
+void OpCount::op(const char* name) {
+  for (OpCount* count = current; count != nullptr; count = count->outer_) ++count->ops_[name];
+}
+void OpCount::launch(const char* name) {
+  for (OpCount* count = current; count != nullptr; count = count->outer_) ++count->launches_[name];
+}
+
+int64_t OpCount::total(const ByName& counts) {
+  int64_t sum = 0;
+  for (const auto& [name, count] : counts) sum += count;
+  return sum;
+}
+
+namespace {
+
+struct Count {
+  std::atomic<int64_t> bytes{0}, peak{0};
+};
+
+Count& count_of(Device device) {
+  constexpr size_t kDevices = 64;  // devices with separate counters; further devices share the last counter
+  static std::array<Count, 1 + kDevices> counts;
+  return counts[device.is_host() ? 0 : 1 + std::min(static_cast<size_t>(device.index), kDevices - 1)];
+}
+
+}  // namespace
+
+MemoryUse memory_use(Device device) {
+  const Count& count = count_of(device);
+  return {count.bytes, count.peak};
+}
+
+void reset_memory_peak(Device device) {
+  Count& count = count_of(device);
+  count.peak = count.bytes.load();
+}
+
+void count_memory(Device device, int64_t bytes) {
+  Count& count = count_of(device);
+  const int64_t now = count.bytes += bytes;
+  int64_t peak = count.peak;
+  while (now > peak && !count.peak.compare_exchange_weak(peak, now)) {
+  }
+}
+
+namespace {
+
+// The kernel's struct sched_attr, first version; glibc defines it since version 2.41.
+struct Scheduling {
+  uint32_t size = 0, policy = 0;
+  uint64_t flags = 0;
+  int32_t nice = 0;
+  uint32_t priority = 0;
+  uint64_t slice_ns = 0, deadline_ns = 0, period_ns = 0;
+};
+
+}  // namespace
+
+void ask_for_short_slices() {
+  Scheduling scheduling;
+  if (syscall(SYS_sched_getattr, 0, &scheduling, sizeof scheduling, 0) != 0) return;
+  if (scheduling.policy != SCHED_OTHER) return;  // the user has chosen another policy
+  scheduling.slice_ns = 100'000;
+  syscall(SYS_sched_setattr, 0, &scheduling, 0);
+}
 
 }  // namespace gradwire

@@ -17,7 +17,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <iterator>
+#include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -218,5 +221,98 @@ void to_device(const Stream& stream, T* device_data, std::span<const T> values) 
   copy(stream, device_data, values.data(), values.size_bytes());
   stream.synchronize();
 }
+
+}  // namespace gradwire
+
+namespace gradwire {
+
+// Number types in memory and in files.
+
+enum class DType : uint8_t { f64, f32, f16, bf16, i64, i32, i16, i8, u8 };
+
+namespace detail {
+struct DTypeFacts {
+  const char* name;
+  int64_t bytes;
+};
+inline constexpr DTypeFacts kDTypes[] = {{"F64", 8}, {"F32", 4}, {"F16", 2}, {"BF16", 2}, {"I64", 8},
+                                         {"I32", 4}, {"I16", 2}, {"I8", 1},  {"U8", 1}};
+}  // namespace detail
+
+// Returns the type's name in safetensors files.
+constexpr const char* name(DType dtype) {
+  return detail::kDTypes[static_cast<size_t>(dtype)].name;
+}
+constexpr int64_t bytes_of(DType dtype) {
+  return detail::kDTypes[static_cast<size_t>(dtype)].bytes;
+}
+constexpr std::optional<DType> find_dtype(std::string_view text) {
+  for (size_t i = 0; i < std::size(detail::kDTypes); ++i) {
+    if (text == detail::kDTypes[i].name) return static_cast<DType>(i);
+  }
+  return {};
+}
+
+// Properties of devices.
+
+// Memory of a CUDA device, or of its partition (MIG), in bytes.
+struct DeviceMemory {
+  size_t free = 0, total = 0;
+};
+// Creates the device's context if the process has none.
+DeviceMemory device_memory(Device device);
+
+// Counts the ops and launches that a section of code enqueues. The counts measure the cost of a step for the
+// host, and for a small GPU.
+//
+//   OpCount count;            // counts in this thread until the end of the scope
+//   Graph::capture(stream, [&] { step(); });    // or run it
+//   count.ops(), count.launches()
+//
+// Ops are counted on every device where they are dispatched (kernels/op.h, copy(), store() and similar
+// functions); launches are counted only on CUDA and in tests/simt.
+
+class OpCount {
+ public:
+  using ByName = std::map<std::string, int64_t>;
+
+  OpCount();
+  ~OpCount();
+  OpCount(const OpCount&) = delete;
+  OpCount& operator=(const OpCount&) = delete;
+
+  const ByName& ops() const { return ops_; }
+  // Returns the number of launches by name: the kernel's name as passed to launch(), or "gemm" for cuBLAS
+  // products.
+  const ByName& launches() const { return launches_; }
+
+  static int64_t total(const ByName& counts);
+
+  // Count an op or a launch; called by dispatchers and launchers. Do nothing when no OpCount exists.
+  static void op(const char* name);
+  static void launch(const char* name);
+
+ private:
+  OpCount* outer_;  // the enclosing OpCount, which also counts
+  ByName ops_, launches_;
+};
+
+// The memory that Buffers hold on each device.
+
+struct MemoryUse {
+  int64_t bytes = 0;  // allocated now, without views of other memory
+  int64_t peak = 0;   // the maximum since the process began, or since reset_memory_peak()
+};
+
+MemoryUse memory_use(Device device);
+void reset_memory_peak(Device device);
+// Counts memory that a Buffer allocates; `bytes` is negative for memory that a Buffer releases.
+void count_memory(Device device, int64_t bytes);
+
+// Asks Linux (6.12 and later; earlier versions ignore the request) to run this thread in slices of 0.1 ms,
+// the shortest possible. The thread has the same share of a core as other threads, but runs soon after it
+// wakes up. Meant for threads that wait for a network while other threads compute. Needs no privileges; a
+// failure has no effect.
+void ask_for_short_slices();
 
 }  // namespace gradwire

@@ -9,11 +9,10 @@
 #include <tuple>
 #include <utility>
 
-#include "runtime/device/cuda_check.h"
+#include "runtime/device/device_cuda.h"
 #include "runtime/device/device_impl.h"
-#include "runtime/device/driver_function.h"
 #include "runtime/device/nvtx.h"
-#include "runtime/device/op_count.h"
+#include "runtime/device/device.h"
 #include "runtime/threads/resources.h"
 
 namespace gradwire::cuda {

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "runtime/device/device.h"
-#include "runtime/device/properties.h"
 
 namespace gradwire {
 

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <utility>
 
-#include "runtime/device/capture.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

@@ -10,7 +10,7 @@
 #include <new>
 
 #include "runtime/device/device_impl.h"
-#include "runtime/device/short_slices.h"
+#include "runtime/device/device.h"
 #include "runtime/threads/float_mode.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"

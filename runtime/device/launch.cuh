@@ -18,11 +18,10 @@
 #else
 #include <cuda_runtime.h>
 
-#include "runtime/device/cuda_check.h"
+#include "runtime/device/device_cuda.h"
 #endif
 
 #include "runtime/device/device.h"
-#include "runtime/device/op_count.h"
 #include "runtime/util/error.h"
 
 #ifndef GRADWIRE_SIMT

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "collectives/transport/nccl/nccl_transport.h"
-#include "runtime/device/capture.h"
+#include "runtime/device/graph.h"
 
 namespace gradwire::testing {
 

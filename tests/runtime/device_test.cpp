@@ -12,8 +12,6 @@
 #include <cstring>
 #include <thread>
 
-#include "runtime/device/memory_use.h"
-#include "runtime/device/properties.h"
 #include "runtime/threads/resources.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"

@@ -7,7 +7,6 @@
 
 #include "kernels/gemm/gemm.h"
 #include "runtime/device/device.h"
-#include "runtime/device/properties.h"
 #include "runtime/threads/resources.h"
 
 namespace gradwire {

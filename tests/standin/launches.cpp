@@ -1,7 +1,7 @@
 // Launches of kernels: limits, function attributes, and enqueueing on a stream.
 #include <fmt/format.h>
 
-#include "runtime/device/cuda_check.h"
+#include "runtime/device/device_cuda.h"
 #include "tests/standin/launch.h"
 #include "tests/standin/machine.h"
 

@@ -1,4 +1,4 @@
-// The number of CUDA launches per op, counted as in runtime/device/op_count.h. The kernel tests compare the
+// The number of CUDA launches per op, counted as in runtime/device/device.h. The kernel tests compare the
 // numbers with the ops' launches (tests/kernels/launches_test.cpp). The model's tests check a budget
 // (tests/trainer/launches_test.cpp).
 #pragma once
@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <string>
 
-#include "runtime/device/op_count.h"
+#include "runtime/device/device.h"
 
 namespace gradwire::testing {
 

@@ -11,7 +11,7 @@
 #include <set>
 
 #include "collectives/agreement/statements.h"
-#include "runtime/device/unwinding.h"
+#include "runtime/device/device_cuda.h"
 #include "runtime/util/error.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/checkpoint/safetensors.h"

@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/device/dtype.h"
+#include "runtime/device/device.h"
 #include "runtime/util/file.h"
 
 namespace gradwire {

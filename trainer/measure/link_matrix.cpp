@@ -6,7 +6,7 @@
 
 #include "collectives/agreement/statements.h"
 #include "collectives/transport/transport.h"
-#include "runtime/device/unwinding.h"
+#include "runtime/device/device_cuda.h"
 
 namespace gradwire {
 namespace {

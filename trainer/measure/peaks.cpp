@@ -11,7 +11,7 @@
 #include "kernels/math/random.h"
 #include "kernels/simd/vector.h"
 #include "kernels/wire/format.h"
-#include "runtime/device/unwinding.h"
+#include "runtime/device/device_cuda.h"
 #include "runtime/threads/thread_pool.h"
 #include "trainer/measure/products.h"
 #include "trainer/measure/timing.h"

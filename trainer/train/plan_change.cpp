@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "runtime/device/unwinding.h"
+#include "runtime/device/device_cuda.h"
 
 namespace gradwire {
 namespace {

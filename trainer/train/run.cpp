@@ -13,7 +13,7 @@
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/net/membership.h"
-#include "runtime/device/memory_use.h"
+#include "runtime/device/device.h"
 #include "runtime/threads/resources.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"

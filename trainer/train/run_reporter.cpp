@@ -7,7 +7,7 @@
 #include <limits>
 #include <utility>
 
-#include "runtime/device/memory_use.h"
+#include "runtime/device/device.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
 #include "trainer/model/flops.h"

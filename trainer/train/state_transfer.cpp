@@ -6,7 +6,7 @@
 #include <span>
 
 #include "collectives/transport/transport.h"
-#include "runtime/device/unwinding.h"
+#include "runtime/device/device_cuda.h"
 #include "runtime/util/mix.h"
 
 namespace gradwire {

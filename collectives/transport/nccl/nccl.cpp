@@ -13,8 +13,7 @@
 #include <cstring>
 
 #include "collectives/transport/nccl/nccl_transport.h"
-#include "runtime/device/cuda_check.h"
-#include "runtime/device/driver_function.h"
+#include "runtime/device/device_cuda.h"
 
 namespace gradwire {
 namespace {
@@ -340,9 +339,7 @@ std::unique_ptr<Transport> adopt_nccl_communicator(void*, int, std::chrono::mill
 #include <algorithm>
 #include <utility>
 
-#include "collectives/transport/nccl/nccl_transport.h"
 #include "collectives/transport/transport.h"
-#include "runtime/util/error.h"
 
 namespace gradwire {
 
