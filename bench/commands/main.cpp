@@ -3,7 +3,7 @@
 #include <string>
 
 #include "bench/commands/main.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 #include "runtime/util/no_memory.h"
 #include "runtime/util/signals.h"

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "kernels/simd/vector.h"
-#include "runtime/threads/cpus.h"
+#include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"

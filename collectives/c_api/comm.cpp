@@ -23,7 +23,7 @@
 #include "collectives/transport/tcp/tcp.h"
 #include "collectives/transport/transport.h"
 #include "kernels/wire/registered.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/threads/running_clock.h"
 #include "runtime/util/error.h"
 

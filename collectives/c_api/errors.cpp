@@ -7,7 +7,7 @@
 #include <iterator>
 #include <new>
 
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/mix.h"
 
 namespace gradwire::c_api {

@@ -11,7 +11,6 @@
 #include "collectives/transport/local/local.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/tcp/tcp.h"
-#include "runtime/threads/resources.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 

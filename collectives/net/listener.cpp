@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "collectives/net/reach.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "runtime/util/parse.h"

@@ -14,7 +14,7 @@
 #include "collectives/net/handshake.h"
 #include "collectives/net/reach.h"
 #include "collectives/net/socket.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"

@@ -20,7 +20,7 @@
 
 #include "collectives/net/listener.h"
 #include "collectives/net/socket.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"
 

@@ -19,7 +19,7 @@
 #include <string_view>
 
 #include "collectives/net/reach.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"
 

@@ -15,7 +15,7 @@
 #include <utility>
 
 #include "collectives/net/handshake.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "runtime/util/output_file.h"

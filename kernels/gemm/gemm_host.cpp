@@ -14,7 +14,6 @@
 #include "kernels/gemm/bf16_gemm.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/simd/vector.h"
-#include "runtime/threads/resources.h"
 #include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"

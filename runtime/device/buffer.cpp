@@ -11,7 +11,7 @@
 #include "runtime/device/graph.h"
 #include "runtime/device/device_impl.h"
 #include "runtime/device/device.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

@@ -13,7 +13,7 @@
 #include "runtime/device/device_impl.h"
 #include "runtime/device/nvtx.h"
 #include "runtime/device/device.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 
 namespace gradwire::cuda {
 namespace {

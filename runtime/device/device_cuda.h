@@ -8,7 +8,7 @@
 #include <string>
 
 #include "runtime/device/device.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 
 namespace gradwire::cuda {

@@ -11,7 +11,6 @@
 
 #include "runtime/device/device_impl.h"
 #include "runtime/device/device.h"
-#include "runtime/threads/float_mode.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 

@@ -15,9 +15,6 @@
 #include <thread>
 #include <vector>
 
-#include "runtime/threads/cpus.h"
-#include "runtime/threads/float_mode.h"
-#include "runtime/threads/resources.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"

@@ -1,4 +1,4 @@
-#include "runtime/threads/cpus.h"
+#include "runtime/threads/thread.h"
 
 #include <gtest/gtest.h>
 

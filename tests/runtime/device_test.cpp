@@ -12,7 +12,7 @@
 #include <cstring>
 #include <thread>
 
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
 #include "tests/support/devices.h"

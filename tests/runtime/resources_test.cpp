@@ -1,4 +1,4 @@
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 
 #include <gtest/gtest.h>
 #include <pthread.h>
@@ -12,7 +12,6 @@
 #include <thread>
 
 #include "runtime/device/device.h"
-#include "runtime/threads/thread.h"
 #include "tests/support/expect.h"
 
 // Returns the sanitizer options. By default, the sanitizers abort on an allocation of this size. The option

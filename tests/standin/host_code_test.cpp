@@ -7,7 +7,7 @@
 
 #include "kernels/gemm/gemm.h"
 #include "runtime/device/device.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 
 namespace gradwire {
 namespace {

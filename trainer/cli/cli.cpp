@@ -7,7 +7,7 @@
 #include <exception>
 
 #include "collectives/communicator/communicator.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"

@@ -21,7 +21,7 @@
 #include "collectives/transport/tcp/tcp.h"
 #include "kernels/simd/vector.h"
 #include "runtime/device/device.h"
-#include "runtime/threads/cpus.h"
+#include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"

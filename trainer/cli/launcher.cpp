@@ -14,7 +14,7 @@
 #include "collectives/net/reach.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/tcp/tcp.h"
-#include "runtime/threads/cpus.h"
+#include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"

@@ -11,7 +11,7 @@
 #include <optional>
 
 #include "runtime/threads/child_process.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"

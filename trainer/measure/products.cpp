@@ -12,7 +12,7 @@
 #include "kernels/blas/kernel_set.h"
 #include "kernels/gemm/bf16_gemm.h"
 #include "kernels/simd/vector.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 
 GW_ALLOW_FMA

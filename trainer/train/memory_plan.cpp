@@ -8,7 +8,7 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/transport.h"
 #include "runtime/device/device.h"
-#include "runtime/threads/cpus.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 #include "trainer/log/console.h"
 #include "trainer/model/vit.h"

@@ -14,7 +14,6 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/net/membership.h"
 #include "runtime/device/device.h"
-#include "runtime/threads/resources.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 #include "trainer/checkpoint/checkpoint.h"

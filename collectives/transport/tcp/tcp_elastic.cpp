@@ -8,7 +8,7 @@
 #include "collectives/net/handshake.h"
 #include "collectives/transport/transport.h"
 #include "collectives/transport/tcp/tcp_transport.h"
-#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 
