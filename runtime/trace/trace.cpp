@@ -1,7 +1,12 @@
 #include "runtime/trace/trace.h"
 
+#include <fmt/core.h>
+
 #include <cmath>
 #include <limits>
+
+#include "runtime/device/device_impl.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {
@@ -114,6 +119,12 @@ SpanOnStream::~SpanOnStream() {
     pending_->ended = true;
   } catch (...) {  // the stream has failed; its next user gets the error
   }
+}
+
+void switch_profiler(Device device, bool on) {
+  if (!device.is_cuda())
+    throw DeviceError(fmt::format("a profiler range needs a CUDA device; {} is none", device.name()));
+  cuda::switch_profiler(device.index, on);
 }
 
 }  // namespace gradwire

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "runtime/device/nvtx.h"
-#include "runtime/trace/profiler.h"
+#include "runtime/trace/trace.h"
 #include "runtime/util/parse.h"
 
 namespace gradwire {
