@@ -5,10 +5,9 @@
 #include "bench/commands/main.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
-#include "runtime/util/no_memory.h"
 #include "runtime/util/signals.h"
-#include "runtime/util/standard_descriptors.h"
-#include "runtime/util/version.h"
+#include "runtime/util/file.h"
+#include "runtime/util/parse.h"
 #include "trainer/cli/parse_error.h"
 
 namespace {

@@ -16,7 +16,7 @@
 #include "collectives/program/program.h"
 #include "collectives/spec/spec.h"
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
+#include "runtime/util/file.h"
 
 namespace gradwire::bench {
 namespace {

@@ -11,7 +11,7 @@
 #include "collectives/schedule/schedule.h"
 #include "kernels/wire/format.h"
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
+#include "runtime/util/file.h"
 
 namespace gradwire::bench {
 namespace {

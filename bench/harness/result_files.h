@@ -8,7 +8,7 @@
 #include <string>
 
 #include "bench/harness/measure.h"
-#include "runtime/util/output_file.h"
+#include "runtime/util/file.h"
 
 namespace gradwire::bench {
 

@@ -10,7 +10,7 @@
 #include "collectives/transport/transport.h"
 #include "runtime/device/device_cuda.h"
 #include "runtime/util/error.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 
 namespace gradwire {
 namespace {

@@ -11,7 +11,7 @@
 #include "collectives/codec/residual.h"
 #include "collectives/plan/planner.h"
 #include "kernels/wire/floats.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 
 namespace gradwire::c_api {
 namespace {

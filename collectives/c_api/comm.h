@@ -20,7 +20,7 @@
 #include "collectives/spec/spec.h"
 #include "runtime/device/device.h"
 #include "runtime/threads/running_clock.h"
-#include "runtime/util/version.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire::c_api {
 

@@ -8,7 +8,7 @@
 #include <new>
 
 #include "runtime/threads/thread.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 
 namespace gradwire::c_api {
 namespace {

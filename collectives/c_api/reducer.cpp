@@ -14,7 +14,7 @@
 #include "collectives/c_api/functions.h"
 #include "collectives/reducer/choose.h"
 #include "kernels/simd/vector.h"
-#include "runtime/util/version.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire::c_api {
 namespace {

@@ -16,8 +16,7 @@
 #include "collectives/c_api/reducer.h"
 #include "runtime/device/device.h"
 #include "runtime/device/device_cuda.h"
-#include "runtime/util/crc32.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 
 namespace gradwire::c_api {
 

@@ -19,7 +19,7 @@
 #include "collectives/spec/spec.h"
 #include "collectives/transport/transport.h"
 #include "runtime/device/device.h"
-#include "runtime/util/shape.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 

@@ -6,7 +6,7 @@
 
 #include "collectives/codec/codec.h"
 #include "kernels/wire/floats.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 
 namespace gradwire {
 namespace {

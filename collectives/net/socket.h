@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "runtime/threads/running_clock.h"
-#include "runtime/util/standard_descriptors.h"
+#include "runtime/util/file.h"
 
 namespace gradwire {
 

@@ -18,7 +18,6 @@
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
-#include "runtime/util/output_file.h"
 #include "runtime/util/parse.h"
 
 namespace gradwire {

@@ -340,7 +340,7 @@ void remove_rendezvous_file(const std::string& path, const std::string& secret,
 std::string path_of_rendezvous(const std::string& rendezvous);
 Endpoint endpoint_of_rendezvous(const std::string& rendezvous);
 
-// Writes a regular file that only this user can read (runtime/util/output_file.h). Throws BadInput if `path`
+// Writes a regular file that only this user can read (runtime/util/file.h). Throws BadInput if `path`
 // cannot be such a file, Error if writing fails.
 void write_private_file(const std::string& path, const std::string& text);
 

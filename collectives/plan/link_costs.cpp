@@ -8,7 +8,7 @@
 
 #include "collectives/agreement/statements.h"
 #include "runtime/device/device_cuda.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 
 namespace gradwire {
 namespace {

@@ -8,7 +8,7 @@
 #include "collectives/program/program.h"
 #include "kernels/wire/format.h"
 #include "runtime/util/error.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 
 namespace gradwire {
 namespace {

@@ -9,7 +9,7 @@
 #include "collectives/program/executor.h"
 #include "kernels/wire/floats.h"
 #include "runtime/util/error.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 
 namespace gradwire {
 

@@ -11,7 +11,7 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/spec/spec.h"
 #include "runtime/device/device.h"
-#include "runtime/util/shape.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 

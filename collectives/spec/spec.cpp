@@ -14,7 +14,6 @@
 #include "kernels/powersgd/powersgd.h"
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"
-#include "runtime/util/suggestion.h"
 
 namespace gradwire {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 #include "runtime/util/parse.h"
 
 namespace gradwire::interposer {

@@ -8,7 +8,7 @@
 #include <string_view>
 
 #include "runtime/util/error.h"
-#include "runtime/util/paths.h"
+#include "runtime/util/file.h"
 
 namespace gradwire {
 namespace {

@@ -3,6 +3,8 @@
 
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <vector>
 
 namespace gradwire {
 
@@ -30,5 +32,19 @@ class CommError : public Error {
  public:
   using Error::Error;
 };
+
+// A clean exit of programs when memory is refused where C++ cannot throw.
+
+// Replaces the terminate handler. If std::bad_alloc leaves a static initializer, a destructor or another
+// function that must not throw, prints "<program>: out of host memory" and the remedy, and exits with
+// code 1, instead of SIGABRT. Other exceptions still end with SIGABRT.
+// @param program name of the program, a literal
+void exit_cleanly_without_memory(const char* program) noexcept;
+
+// Suggests the name that a user may have meant.
+
+// Returns a text such as "; did you mean 'int4'?" if one of the names is similar to the wrong name; otherwise
+// "".
+std::string suggestion(std::string_view wrong, const std::vector<std::string_view>& names);
 
 }  // namespace gradwire

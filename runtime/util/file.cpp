@@ -4,17 +4,28 @@
 #include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/file.h>
+#include <sys/random.h>
 #include <sys/stat.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <ctime>
+#include <filesystem>
 #include <iterator>
+#include <mutex>
 #include <new>
+#include <set>
+#include <thread>
 
 #include "runtime/util/error.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 
@@ -111,6 +122,374 @@ void print_error_line(std::string_view text) noexcept {
     for (const std::string_view part : {std::string_view("gradwire: "), text, std::string_view("\n")})
       write_fully(STDERR_FILENO, part);
   }
+}
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::chrono::seconds kReaderWithin{10};
+
+std::string folder_of(const std::string& path) {
+  const std::string folder = fs::path(path).parent_path().string();
+  return folder.empty() ? "." : folder;
+}
+
+// Returns N for the path of this process's descriptor N below /proc/self/fd, or -1.
+int descriptor_named(const std::string& path) {
+  std::error_code error;
+  const std::string folder = fs::canonical(folder_of(path), error).string();
+  if (error || !folder.ends_with("/fd")) return -1;
+  const std::string own = fs::canonical("/proc/self", error).string();
+  if (error || !folder.starts_with(own + "/")) return -1;
+  const std::string name = fs::path(path).filename().string();
+  return parse_number(name, 0).value_or(-1);
+}
+
+// Follows symbolic links. Stops at a path that names a descriptor of this process, and stores the descriptor
+// in `descriptor`.
+std::string without_links(std::string path, int& descriptor) {
+  constexpr int kMostLinks = 40;  // the kernel's limit
+  for (int i = 0; i < kMostLinks; ++i) {
+    if ((descriptor = descriptor_named(path)) >= 0) return path;
+    std::error_code error;
+    const fs::path next = fs::read_symlink(path, error);
+    if (error) return path;
+    path = next.is_absolute() ? next.string() : (fs::path(folder_of(path)) / next).string();
+  }
+  return path;
+}
+
+bool same(const struct stat& a, const struct stat& b) {
+  return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
+
+// Returns whether `path` still names the file `fd`.
+bool is_at(int fd, const std::string& path) {
+  struct stat open {
+  }, named{};
+  return fstat(fd, &open) == 0 && lstat(path.c_str(), &named) == 0 && same(open, named);
+}
+
+// Returns whether the file may still be written in place after creating or renaming a temporary file failed
+// with `error`.
+bool only_in_place(int error) {
+  return is_unsupported(error) || error == EBUSY || error == EXDEV || error == EROFS || error == ENAMETOOLONG;
+}
+
+// Returns a descriptor of standard output for the result that '-' names, or -1. From the first call on, the
+// text that the command prints goes to standard error.
+int standard_output_for_result() {
+  static const int result = [] {
+    std::fflush(stdout);
+    const int descriptor = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 3);
+    if (descriptor >= 0) dup2(STDERR_FILENO, STDOUT_FILENO);
+    return descriptor;
+  }();
+  return result;
+}
+
+}  // namespace
+
+void OutputFile::refuse(const std::string& why) const {
+  throw BadInput(fmt::format("{}: cannot be written: {}; name a file in a folder that exists and is writable",
+                             path_.empty() ? "''" : path_, why));
+}
+
+void OutputFile::fail(int error) const {
+  throw Error(fmt::format("{}: writing failed: {}", path_, std::strerror(error)));
+}
+
+OutputFile::OutputFile(std::string path, Kind kind) : path_(std::move(path)), kind_(kind) {
+  if (path_.empty()) return;
+  plan();
+  if (how_ == How::stream) open_stream();
+}
+
+bool OutputFile::would_be_regular(const std::string& path, Kind kind) {
+  OutputFile file;
+  file.path_ = path;
+  file.kind_ = kind;
+  if (path.empty()) file.refuse("the name is empty");
+  file.plan();
+  return file.is_regular();
+}
+
+void OutputFile::plan() {
+  const bool dash = path_ == "-" && kind_ == Kind::result;
+  if (dash) descriptor_ = standard_output_for_result();
+  if (!dash) target_ = without_links(path_, descriptor_);
+  struct stat status {};
+  if (dash || descriptor_ >= 0) {
+    if (fstat(descriptor_, &status) != 0) refuse(fmt::format("descriptor {} is not open", descriptor_));
+    if ((fcntl(descriptor_, F_GETFL) & O_ACCMODE) == O_RDONLY) {
+      refuse(fmt::format("descriptor {} is open for reading only", descriptor_));
+    }
+    if (kind_ == Kind::private_file) refuse("a regular file is needed");
+    how_ = How::stream;
+    return;
+  }
+  if (stat(path_.c_str(), &status) != 0) {
+    if (errno != ENOENT) refuse(std::strerror(errno));
+    return plan_new();
+  }
+  const mode_t type = status.st_mode;
+  const bool streams = (S_ISCHR(type) || S_ISFIFO(type)) && kind_ == Kind::result;
+  if (!S_ISREG(type) && !streams) {
+    refuse(S_ISBLK(type) ? "it is a disk" : fmt::format("it is {}", kind_of_file(type)));
+  }
+  if (streams) {
+    if (access(path_.c_str(), W_OK) != 0) refuse(std::strerror(errno));
+    how_ = How::stream;
+    return;
+  }
+  // Opens and closes the file: this also detects immutable files and running programs.
+  if (!FileDescriptor(open(path_.c_str(), O_WRONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY))) {
+    refuse(std::strerror(errno));
+  }
+  for (const int standard : {STDOUT_FILENO, STDERR_FILENO}) {
+    struct stat there {};
+    if (kind_ != Kind::result || fstat(standard, &there) != 0 || !same(status, there)) continue;
+    descriptor_ = standard;  // the descriptor may already have text that must not be overwritten
+    how_ = How::stream;
+    return;
+  }
+  struct stat resolved {};
+  const bool found = lstat(target_.c_str(), &resolved) == 0 && same(status, resolved);
+  if (!found) target_ = path_;  // the text of the link does not lead to its target
+  const bool plain = status.st_nlink == 1 && status.st_uid == geteuid() &&
+                     getxattr(target_.c_str(), "system.posix_acl_access", nullptr, 0) <= 0;
+  const bool replaceable =
+      found && (plain || kind_ == Kind::private_file) && access(folder_of(target_).c_str(), W_OK | X_OK) == 0;
+  how_ = replaceable ? How::replace : How::in_place;
+  mode_ = status.st_mode & 07777;
+  group_ = status.st_gid;
+}
+
+void OutputFile::plan_new() {
+  const std::string folder = folder_of(target_);
+  struct stat status {};
+  auto bad_folder = [&] { refuse(fmt::format("folder {}: {}", folder, std::strerror(errno))); };
+  if (stat(folder.c_str(), &status) != 0) bad_folder();
+  if (!S_ISDIR(status.st_mode)) refuse(folder + " is not a folder");
+  if (access(folder.c_str(), W_OK | X_OK) != 0) bad_folder();
+}
+
+void OutputFile::open_stream() {
+  if (descriptor_ >= 0) {
+    stream_ = FileDescriptor(fcntl(descriptor_, F_DUPFD_CLOEXEC, 3));
+    if (!stream_) refuse(std::strerror(errno));
+    return;
+  }
+  // Without O_NONBLOCK, opening a FIFO without a reader would hang.
+  const auto deadline = std::chrono::steady_clock::now() + kReaderWithin;
+  while (true) {
+    stream_ = FileDescriptor(open(path_.c_str(), O_WRONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+    if (stream_) break;
+    if (errno != ENXIO) refuse(std::strerror(errno));
+    if (std::chrono::steady_clock::now() >= deadline) {
+      refuse(fmt::format("no process has opened this FIFO for reading within {} s", kReaderWithin.count()));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  fcntl(stream_.fd(), F_SETFL, fcntl(stream_.fd(), F_GETFL) & ~O_NONBLOCK);
+}
+
+void OutputFile::write(std::string_view contents) {
+  if (path_.empty()) return;
+  if (!put(contents, nullptr).close()) fail(errno);
+}
+
+FileDescriptor OutputFile::begin(Lock lock) {
+  return how_ == How::replace ? write_in_place("", &lock) : put("", &lock);
+}
+
+FileDescriptor OutputFile::begin_with(std::string_view contents, Lock lock) {
+  return put(contents, &lock);
+}
+
+FileDescriptor OutputFile::put(std::string_view contents, const Lock* lock) {
+  if (how_ == How::replace) return replace(contents, lock);
+  if (how_ == How::in_place) return write_in_place(contents, lock);
+  if (!stream_) open_stream();  // an earlier write has closed the stream
+  std::fflush(stdout);          // writes earlier output first, where the descriptor is stdout's
+  if (const int error = write_fully(stream_.fd(), contents); error != 0) fail(error);
+  return std::move(stream_);
+}
+
+namespace {
+
+// Locks `file`, which was opened as `path`. Returns false if `path` has come to name another file.
+bool take_lock(const FileDescriptor& file, const std::string& path, OutputFile::Lock lock,
+               const std::string& given) {
+  if (flock(file.fd(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK && lock == OutputFile::Lock::take) {
+    throw BadInput(
+        fmt::format("{}: another run is writing to it; stop that run, or name another file", given));
+  }
+  return is_at(file.fd(), path);
+}
+
+FileDescriptor open_and_lock(const std::string& path, int flags, OutputFile::Lock lock,
+                             const std::string& given) {
+  constexpr int kTries = 100;  // another process may replace the file between opening and locking
+  FileDescriptor file;
+  for (int i = 0; i < kTries; ++i) {
+    file = FileDescriptor(open(path.c_str(), flags, 0666));
+    if (!file || take_lock(file, path, lock, given)) break;
+  }
+  return file;
+}
+
+}  // namespace
+
+FileDescriptor OutputFile::replace(std::string_view contents, const Lock* lock) {
+  // Holds the old file's lock until the new file, which is locked from the start, is in place.
+  FileDescriptor old;
+  auto in_place = [&] {
+    old.close();
+    return write_in_place(contents, lock);
+  };
+  if (lock != nullptr && *lock == Lock::take)
+    old = open_and_lock(target_, O_WRONLY | O_CLOEXEC, *lock, path_);
+  const bool is_private = kind_ == Kind::private_file;
+  const std::string temporary = temporary_name_beside(target_);
+  FileDescriptor file(open(temporary.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
+                           is_private ? 0600 : 0666));
+  if (!file) {
+    if (!only_in_place(errno)) fail(errno);
+    return in_place();
+  }
+  int error = 0;
+  if (lock != nullptr) flock(file.fd(), LOCK_EX | LOCK_NB);
+  if (mode_ != 0 && !is_private) {
+    // This user is not permitted to set the file's group, so write in place, which keeps the group.
+    struct stat status {};
+    if (fstat(file.fd(), &status) != 0 ||
+        (status.st_gid != group_ && fchown(file.fd(), static_cast<uid_t>(-1), group_) != 0) ||
+        fchmod(file.fd(), mode_) != 0) {
+      error = EPERM;
+    }
+  }
+  if (error == 0) error = write_fully(file.fd(), contents);
+  if (error == 0 && std::rename(temporary.c_str(), target_.c_str()) == 0) return file;
+  if (error == 0) error = errno;
+  unlink(temporary.c_str());
+  if (!only_in_place(error)) fail(error);
+  return in_place();
+}
+
+FileDescriptor OutputFile::write_in_place(std::string_view contents, const Lock* lock) {
+  // O_CREAT creates a missing file, in a folder that allows new files but not renaming.
+  const int flags = O_WRONLY | O_CREAT | O_NOCTTY | O_CLOEXEC | O_NONBLOCK |
+                    (lock != nullptr ? O_APPEND : 0) | (how_ == How::replace ? O_NOFOLLOW : 0);
+  FileDescriptor file = lock != nullptr ? open_and_lock(target_, flags, *lock, path_)
+                                        : FileDescriptor(open(target_.c_str(), flags, 0666));
+  struct stat status {};
+  if (!file || fstat(file.fd(), &status) != 0) fail(errno);
+  if (!S_ISREG(status.st_mode)) fail(EINVAL);  // another kind of file has replaced it
+  if (kind_ == Kind::private_file && fchmod(file.fd(), 0600) != 0) fail(errno);
+  // Empty the file first only if lines will be appended. Otherwise the existing blocks of the file are reused
+  // on a full disk. Some file systems cannot change the size, so ask only for a change.
+  if (lock != nullptr && status.st_size > 0 && ftruncate(file.fd(), 0) != 0) fail(errno);
+  const int error = write_fully(file.fd(), contents);
+  const off_t end = lseek(file.fd(), 0, SEEK_CUR);
+  const bool cut =
+      fstat(file.fd(), &status) == 0 && (status.st_size == end || ftruncate(file.fd(), end) == 0);
+  if (!cut || error != 0) fail(error != 0 ? error : errno);
+  return file;
+}
+
+void check_all_different(const std::vector<NamedFile>& files) {
+  const auto resolved = [](const std::string& path) {
+    int descriptor = -1;
+    return fs::weakly_canonical(fs::absolute(without_links(path, descriptor)));
+  };
+  const auto same_file = [&](const std::string& a, const std::string& b) {
+    std::error_code error;  // of a file that does not exist yet
+    // Several outputs may go to one device. Standard libraries differ in whether a device equals itself.
+    if (fs::is_other(a, error)) return false;
+    return fs::equivalent(a, b, error) || (!fs::exists(a, error) && resolved(a) == resolved(b));
+  };
+  for (auto b = files.begin(); b != files.end(); ++b) {
+    for (auto a = files.begin(); a != b; ++a) {
+      if (a->path.empty() || b->path.empty() || (!a->written && !b->written)) continue;
+      if (!same_file(a->path, b->path)) continue;
+      throw BadInput(fmt::format("{} {} and {} {} are the same file; name another for one of them", a->flag,
+                                 a->path, b->flag, b->path));
+    }
+  }
+}
+
+void remove_output(const std::string& path) noexcept try {
+  int descriptor = -1;
+  const std::string target = without_links(path, descriptor);
+  struct stat status {};
+  if (descriptor >= 0 || lstat(target.c_str(), &status) != 0 || !S_ISREG(status.st_mode)) return;
+  if (unlink(target.c_str()) == 0) return;
+  [[maybe_unused]] const int ignored = truncate(target.c_str(), 0);
+} catch (const std::exception&) {
+}
+
+std::string temporary_name_beside(const std::string& path) {
+  uint64_t number = 0;
+  if (getrandom(&number, sizeof number, 0) != sizeof number) {
+    throw Error(fmt::format("no random numbers from the kernel: {}", std::strerror(errno)));
+  }
+  // The name is independent of the file's name, which may have the maximum length.
+  return (fs::path(folder_of(path)) / fmt::format(".gradwire-{:016x}.tmp", number)).string();
+}
+
+namespace {
+
+std::mutex mutex;
+std::set<std::string> lost, warned;
+
+}  // namespace
+
+void lose_output(const std::string& path, const std::string& why) {
+  {
+    std::lock_guard lock(mutex);
+    if (!lost.insert(path).second) return;
+  }
+  warn_once(fmt::format("{}; the run continues without this file", why));
+}
+
+bool output_lost(const std::string& path) {
+  std::lock_guard lock(mutex);
+  return lost.contains(path);
+}
+
+bool any_output_lost() {
+  std::lock_guard lock(mutex);
+  return !lost.empty();
+}
+
+void warn_once(const std::string& text) {
+  {
+    std::lock_guard lock(mutex);
+    if (!warned.insert(text).second) return;
+  }
+  print_error_line("warning: " + text);
+}
+
+void prepare_standard_descriptors() {
+  for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; ++fd) {
+    if (fcntl(fd, F_GETFD) >= 0 || errno != EBADF) continue;
+    // open() returns the lowest free descriptor, which is `fd`. Without /dev, use a descriptor that refuses
+    // writes.
+    if (open("/dev/null", fd == STDIN_FILENO ? O_RDONLY : O_WRONLY) < 0) open("/", O_PATH);
+  }
+  std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);
+}
+
+int above_standard_descriptors(int fd) {
+  if (fd < STDIN_FILENO || fd > STDERR_FILENO) return fd;
+  const int copy = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  const int error = errno;
+  close(fd);
+  errno = error;
+  return copy;
 }
 
 }  // namespace gradwire

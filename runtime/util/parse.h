@@ -1,9 +1,15 @@
 // Parses numbers.
 #pragma once
 
+#include <gradwire/gradwire.h>
+
 #include <charconv>
+#include <cstdint>
+#include <functional>
 #include <limits>
+#include <numeric>
 #include <optional>
+#include <span>
 #include <string_view>
 #include <utility>
 
@@ -31,4 +37,16 @@ std::optional<std::pair<T, T>> parse_pair(std::string_view text, char separator,
   return std::pair{*first, *second};
 }
 
+// Returns the product of the extents; 1 for a scalar, which does not have extents.
+inline int64_t element_count(std::span<const int64_t> shape) {
+  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+}
+
 }  // namespace gradwire
+
+// GRADWIRE_VERSION, the version in gradwire.h as a string literal.
+
+#define GRADWIRE_QUOTE_(number) #number
+#define GRADWIRE_QUOTE(number) GRADWIRE_QUOTE_(number)
+#define GRADWIRE_VERSION \
+  GRADWIRE_QUOTE(GW_VERSION_MAJOR) "." GRADWIRE_QUOTE(GW_VERSION_MINOR) "." GRADWIRE_QUOTE(GW_VERSION_PATCH)

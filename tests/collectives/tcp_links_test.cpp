@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "runtime/util/crc32.h"
+#include "runtime/util/hash.h"
 #include "runtime/util/error.h"
 
 // Imitates poll() on a busy machine. A rank's thread calls poll() late. The links' thread returns from poll()

@@ -4,7 +4,7 @@
 #include <thread>
 
 #include <gradwire/gradwire.h>
-#include "runtime/util/crc32.h"
+#include "runtime/util/hash.h"
 #include "tests/fuzz/targets.h"
 
 namespace gradwire::fuzz {

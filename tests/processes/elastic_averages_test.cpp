@@ -19,7 +19,7 @@
 
 #include "collectives/reducer/reducer.h"
 #include "runtime/util/error.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 #include "tests/processes/elastic_runs.h"
 #include "trainer/train/elastic.h"
 #include "trainer/train/layout.h"

@@ -1,4 +1,4 @@
-#include "runtime/util/standard_descriptors.h"
+#include "runtime/util/file.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
-#include "runtime/util/output_file.h"
+#include "runtime/util/file.h"
 #include "tests/support/expect.h"
 #include "tests/trainer/files.h"
 #include "tests/trainer/records.h"

@@ -14,7 +14,6 @@
 
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
-#include "runtime/util/output_file.h"
 #include "runtime/util/parse.h"
 #include "trainer/checkpoint/safetensors.h"
 

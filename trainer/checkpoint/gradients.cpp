@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
+#include "runtime/util/file.h"
 #include "trainer/checkpoint/safetensors.h"
 
 namespace gradwire {

@@ -17,7 +17,7 @@
 
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
-#include "runtime/util/shape.h"
+#include "runtime/util/parse.h"
 #include "trainer/data/file_kind.h"
 
 namespace gradwire {

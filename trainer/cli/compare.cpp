@@ -10,7 +10,7 @@
 #include "collectives/codec/codec.h"
 #include "collectives/communicator/communicator.h"
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
+#include "runtime/util/file.h"
 #include "runtime/util/parse.h"
 #include "runtime/util/signals.h"
 #include "trainer/cli/interruption.h"

@@ -1,4 +1,4 @@
-#include "runtime/util/no_memory.h"
+#include "runtime/util/error.h"
 #include "trainer/cli/cli.h"
 
 // Prepares the process before the static initializers allocate memory.

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "runtime/util/suggestion.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstdio>
 
-#include "runtime/util/output_file.h"
+#include "runtime/util/file.h"
 #include "trainer/plan/plan.h"
 
 namespace gradwire {

@@ -15,7 +15,6 @@
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
-#include "runtime/util/output_file.h"
 #include "trainer/cli/session.h"
 #include "trainer/log/console.h"
 

@@ -8,7 +8,7 @@
 #include <cstdio>
 
 #include "collectives/communicator/communicator.h"
-#include "runtime/util/output_file.h"
+#include "runtime/util/file.h"
 #include "trainer/checkpoint/gradients.h"
 #include "trainer/log/console.h"
 #include "trainer/log/run_log.h"

@@ -9,8 +9,7 @@
 #include <vector>
 
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
-#include "runtime/util/paths.h"
+#include "runtime/util/file.h"
 
 namespace gradwire {
 

@@ -1,6 +1,6 @@
 #include "trainer/log/records.h"
 
-#include "runtime/util/version.h"
+#include "runtime/util/parse.h"
 #include "trainer/log/json.h"
 
 namespace gradwire {

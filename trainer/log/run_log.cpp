@@ -9,7 +9,7 @@
 #include <fstream>
 
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
+#include "runtime/util/file.h"
 
 namespace gradwire {
 

@@ -6,8 +6,8 @@
 #include <filesystem>
 
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
-#include "runtime/util/version.h"
+#include "runtime/util/file.h"
+#include "runtime/util/parse.h"
 #include "trainer/log/json.h"
 
 namespace gradwire {

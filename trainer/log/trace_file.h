@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "runtime/trace/trace.h"
-#include "runtime/util/output_file.h"
+#include "runtime/util/file.h"
 #include "trainer/config/config.h"
 
 namespace gradwire {
@@ -17,7 +17,7 @@ namespace gradwire {
 std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, size_t dropped,
                          double error_us);
 
-// Collects the ranks' events and writes the file (runtime/util/output_file.h). A write error does not end the
+// Collects the ranks' events and writes the file (runtime/util/file.h). A write error does not end the
 // run: lose_output() reports it.
 class TraceFile {
  public:

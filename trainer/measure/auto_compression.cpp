@@ -8,7 +8,7 @@
 #include "collectives/reducer/choose.h"
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"
-#include "runtime/util/paths.h"
+#include "runtime/util/file.h"
 
 namespace gradwire {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "kernels/math/random.h"
 #include "runtime/threads/thread_pool.h"
-#include "runtime/util/shape.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 namespace {

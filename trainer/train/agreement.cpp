@@ -7,7 +7,7 @@
 
 #include "kernels/simd/vector.h"
 #include "runtime/util/error.h"
-#include "runtime/util/version.h"
+#include "runtime/util/parse.h"
 #include "trainer/log/records.h"
 #include "trainer/measure/products.h"
 

@@ -11,7 +11,7 @@
 #include "collectives/agreement/statements.h"
 #include "collectives/net/store.h"
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
+#include "runtime/util/file.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/config/members.h"
 #include "trainer/train/state_transfer.h"

@@ -9,7 +9,7 @@
 
 #include "runtime/device/device.h"
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
+#include "runtime/util/file.h"
 #include "trainer/model/flops.h"
 #include "trainer/train/parameter_hash.h"
 

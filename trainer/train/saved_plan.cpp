@@ -11,7 +11,6 @@
 #include "collectives/codec/policy_codec.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
-#include "runtime/util/output_file.h"
 #include "trainer/checkpoint/head.h"
 #include "trainer/log/console.h"
 #include "trainer/log/json.h"

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "runtime/util/error.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 
 namespace gradwire {
 namespace {

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "runtime/util/error.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 
 namespace gradwire {
 namespace {

@@ -23,7 +23,7 @@
 #include "collectives/net/socket.h"
 #include "collectives/transport/emulated_link.h"
 #include "collectives/transport/transport.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 
 namespace gradwire {
 

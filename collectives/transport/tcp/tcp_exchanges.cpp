@@ -7,7 +7,7 @@
 #include <set>
 
 #include "runtime/util/error.h"
-#include "runtime/util/mix.h"
+#include "runtime/util/hash.h"
 
 namespace gradwire {
 

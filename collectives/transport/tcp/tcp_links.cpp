@@ -20,7 +20,7 @@
 #include "collectives/net/handshake.h"
 #include "collectives/net/reach.h"
 #include "collectives/net/socket.h"
-#include "runtime/util/crc32.h"
+#include "runtime/util/hash.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string_view>
 
 namespace gradwire {
 
@@ -50,6 +51,18 @@ uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
   }
   for (; bytes > 0; --bytes, ++at) crc = (crc >> 8) ^ t[0][(crc ^ *at) & 255];
   return ~crc;
+}
+
+// A running hash of numbers.
+
+inline uint64_t mix(uint64_t hash, uint64_t value) {
+  hash ^= value + 0x9e3779b97f4a7c15ull + (hash << 6) + (hash >> 2);
+  return hash * 0xff51afd7ed558ccdull;
+}
+
+inline uint64_t mix(uint64_t hash, std::string_view text) {
+  for (char c : text) hash = mix(hash, static_cast<uint64_t>(c));
+  return mix(hash, static_cast<uint64_t>(text.size()));
 }
 
 }  // namespace gradwire
