@@ -10,7 +10,6 @@
 #include "runtime/util/parse.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
-#include "trainer/checkpoint/gradients.h"
 #include "trainer/cli/options.h"
 #include "trainer/model/flops.h"
 

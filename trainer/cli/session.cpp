@@ -9,7 +9,7 @@
 
 #include "collectives/communicator/communicator.h"
 #include "runtime/util/file.h"
-#include "trainer/checkpoint/gradients.h"
+#include "trainer/checkpoint/checkpoint.h"
 #include "trainer/log/console.h"
 #include "trainer/log/run_log.h"
 #include "trainer/measure/products.h"

@@ -18,7 +18,6 @@
 #include "runtime/device/device.h"
 #include "runtime/device/graph.h"
 #include "trainer/checkpoint/checkpoint.h"
-#include "trainer/checkpoint/gradients.h"
 #include "trainer/config/config.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/loader.h"
