@@ -5,7 +5,7 @@ set(data_dir ${CMAKE_INSTALL_DATADIR}/gradwire)
 set(private_dir ${CMAKE_INSTALL_LIBDIR}/gradwire)
 gradwire_folders(program ${CMAKE_INSTALL_BINDIR} ${private_dir} ${data_dir})
 
-# Where the programs look for Python programs (trainer/cli/report.cpp) and their private library.
+# Where the programs look for Python programs (trainer/cli/commands.cpp) and their private library.
 install(TARGETS gradwire gradwire-bench RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT program)
 install(TARGETS gradwire_blas LIBRARY DESTINATION ${private_dir} COMPONENT program)
 # $ORIGIN is unknown where /proc is not mounted. Packages have the prefix /usr.

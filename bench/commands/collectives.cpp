@@ -28,7 +28,7 @@
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
 #include "trainer/cli/launcher.h"
-#include "trainer/cli/values.h"
+#include "trainer/cli/flags.h"
 
 namespace gradwire::bench {
 

@@ -19,7 +19,7 @@
 #include "bench/harness/result_files.h"
 #include "collectives/codec/codec.h"
 #include "runtime/util/error.h"
-#include "trainer/cli/values.h"
+#include "trainer/cli/flags.h"
 #include "trainer/log/table.h"
 
 namespace gradwire::bench {

@@ -10,7 +10,7 @@
 #include "bench/harness/result_files.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
-#include "trainer/cli/values.h"
+#include "trainer/cli/flags.h"
 
 namespace gradwire::bench {
 namespace {

@@ -5,7 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <string>
 
-#include "trainer/cli/values.h"
+#include "trainer/cli/flags.h"
 
 namespace gradwire::bench {
 

@@ -7,7 +7,7 @@
 #include "tests/support/expect.h"
 #include "tests/trainer/checkpoint_fixture.h"
 #include "tests/trainer/files.h"
-#include "trainer/cli/options.h"
+#include "trainer/cli/flags.h"
 
 namespace gradwire {
 namespace {

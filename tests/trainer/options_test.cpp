@@ -1,5 +1,5 @@
 // Tests the resolved configuration that follows from flags and launchers' variables.
-#include "trainer/cli/options.h"
+#include "trainer/cli/flags.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -14,7 +14,6 @@
 #include "tests/support/expect.h"
 #include "tests/trainer/files.h"
 #include "tests/trainer/run_options.h"
-#include "trainer/cli/flags.h"
 #include "trainer/config/members.h"
 
 namespace gradwire {

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "trainer/cli/launcher.h"
-#include "trainer/cli/options.h"
+#include "trainer/cli/flags.h"
 
 namespace gradwire::testing {
 

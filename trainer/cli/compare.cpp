@@ -13,7 +13,6 @@
 #include "runtime/util/file.h"
 #include "runtime/util/parse.h"
 #include "runtime/util/signals.h"
-#include "trainer/cli/interruption.h"
 #include "trainer/cli/session.h"
 #include "trainer/log/comparison.h"
 #include "trainer/log/console.h"

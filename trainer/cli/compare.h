@@ -1,7 +1,7 @@
 // `gradwire compare`: one run per compression, bucket size and seed, then one table.
 #pragma once
 
-#include "trainer/cli/options.h"
+#include "trainer/cli/flags.h"
 
 namespace gradwire {
 

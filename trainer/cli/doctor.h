@@ -2,7 +2,7 @@
 // are off. With several ranks, also reports the speed of their links and recommends a compression.
 #pragma once
 
-#include "trainer/cli/options.h"
+#include "trainer/cli/flags.h"
 
 namespace gradwire {
 

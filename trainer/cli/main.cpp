@@ -1,5 +1,5 @@
 #include "runtime/util/error.h"
-#include "trainer/cli/cli.h"
+#include "trainer/cli/session.h"
 
 // Prepares the process before the static initializers allocate memory.
 [[gnu::constructor(101)]] static void prepare() {

@@ -10,7 +10,7 @@
 #include "runtime/util/parse.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
-#include "trainer/cli/options.h"
+#include "trainer/cli/flags.h"
 #include "trainer/model/flops.h"
 
 namespace gradwire {

@@ -1,18 +1,36 @@
 #include "trainer/cli/session.h"
 
+#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <exception>
+#include <fstream>
+#include <utility>
 
 #include "collectives/communicator/communicator.h"
+#include "runtime/threads/thread.h"
+#include "runtime/util/environment.h"
+#include "runtime/util/error.h"
 #include "runtime/util/file.h"
+#include "runtime/util/parse.h"
+#include "runtime/util/signals.h"
 #include "trainer/checkpoint/checkpoint.h"
+#include "trainer/checkpoint/folder.h"
+#include "trainer/cli/compare.h"
+#include "trainer/cli/doctor.h"
+#include "trainer/cli/flags.h"
+#include "trainer/cli/launcher.h"
+#include "trainer/cli/parse_error.h"
+#include "trainer/cli/commands.h"
 #include "trainer/log/console.h"
+#include "trainer/log/observer.h"
 #include "trainer/log/run_log.h"
 #include "trainer/measure/products.h"
+#include "trainer/train/agreement.h"
 #include "trainer/train/memory_plan.h"
 #include "trainer/train/run.h"
 #include "trainer/train/saved_plan.h"
@@ -175,6 +193,255 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
     if (!output_lost(path)) say(fmt::format("Gradients of step {}: {}", config.gradients_step, path));
   }
   return summary;
+}
+
+namespace {
+
+// Quotes a word for a shell if necessary.
+std::string shell_word(const std::string& word) {
+  const char* plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=+:,./@%";
+  if (!word.empty() && word.find_first_not_of(plain) == std::string::npos) return word;
+  std::string text = "'";
+  for (char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return text + "'";
+}
+
+// Returns this process's command line. With a checkpoint folder, as a command that resumes from the folder.
+std::string command_line(const std::string& checkpoints = "") {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  std::string text;
+  bool skip = false;
+  for (std::string word; std::getline(file, word, '\0');) {
+    if (std::exchange(skip, false)) continue;
+    if (!checkpoints.empty()) {
+      skip = word == "--resume" || word == "--init";
+      if (skip || word.starts_with("--resume=") || word.starts_with("--init=")) continue;
+    }
+    text += (text.empty() ? "" : " ") + shell_word(word);
+  }
+  return checkpoints.empty() ? text : text + " --resume " + shell_word(checkpoints);
+}
+
+}  // namespace
+
+TrainInterruption::TrainInterruption(const RunOptions& options, const TrainConfig& config)
+    : options_(options), config_(config) {
+  const bool exist = holds_checkpoints(config.checkpoint_directory);
+  set_final_text(text(exist ? find_checkpoint(config.checkpoint_directory).path.value_or("") : ""));
+}
+
+TrainInterruption::~TrainInterruption() {
+  set_final_text("");
+}
+
+void TrainInterruption::on_checkpoint(const CheckpointRecord& record) {
+  set_final_text(text(record.path));
+}
+
+std::string TrainInterruption::text(const std::string& checkpoint) const {
+  std::string kept = checkpoint;
+  if (!options_.log.empty()) kept += (kept.empty() ? "" : " and ") + options_.log;
+  kept = kept.empty() ? "nothing was kept" : "kept " + kept;
+  const std::string with =
+      config_.processes && options_.launch ? "start each rank again with" : "continue with";
+  if (!checkpoint.empty()) {
+    return fmt::format("{}; {}:\n  {}", kept, with, command_line(config_.checkpoint_directory));
+  }
+  return kept + (config_.checkpoint_directory.empty()
+                     ? "; a run with --checkpoint DIR --resume DIR can be continued"
+                     : fmt::format("; there is no checkpoint yet, the first would be after {} steps",
+                                   config_.checkpoint_every));
+}
+
+std::string compare_interruption(const RunOptions& options, bool logged, size_t done, size_t all) {
+  if (!logged) return "nothing was kept; with --json FILE, compare can be continued";
+  const std::string kept = fmt::format("kept {} of {} runs next to {}", done, all, options.json);
+  const char* repeats = !options.trace.empty() ? "--trace" : options.trace_steps ? "--trace-steps" : nullptr;
+  if (repeats != nullptr) return fmt::format("{}; with {}, compare repeats all runs", kept, repeats);
+  return fmt::format("{}; continue with:\n  {}", kept, command_line());
+}
+
+namespace {
+
+constexpr int kDone = 0, kFailed = 1, kBadInput = 2, kDiverged = 3;
+
+// Prints an error as one line.
+int report(const char* text, int code) {
+  std::string line = text;
+  for (char& c : line) {
+    if (c == '\n' || c == '\r') c = ' ';
+  }
+  while (!line.empty() && line.back() == ' ') line.pop_back();
+  print_error_line(line);
+  return code;
+}
+
+int train(const RunOptions& options) {
+  if (leads(options) && !options.log.empty()) check_writable(options.log);
+  if (leads(options) && !options.trace.empty()) check_writable(options.trace);
+  if (leads(options) && !options.members.empty())
+    check_writable(options.members, OutputFile::Kind::private_file);
+  Resolved run = resolve(options);
+  if (run.automatic && !run.automatic->plan.empty() && leads(options)) {
+    check_writable(run.automatic->plan);
+    check_all_different(
+        {{"auto:plan", run.automatic->plan}, {"--log", options.log}, {"--trace", options.trace}});
+  }
+  if (leads(options)) say_start(run, options);
+  if (options.dry_run) {
+    if (leads(options)) say_plan(run.config);
+    return kDone;
+  }
+  check_memory_limit(run.config);
+  std::unique_ptr<TrainInterruption> interruption;
+  if (leads(options) && options.join.empty()) {
+    interruption = std::make_unique<TrainInterruption>(options, run.config);
+  }
+  RunOutput output{.log = options.log, .log_every = options.log_every, .observer = interruption.get()};
+  if (!options.join.empty()) {
+    say(fmt::format("Joining the run of {}: waiting for its ranks to finish a step", options.join));
+    const RunPart part{.join_group = [&](const std::string& about) {
+      return join_members(options.join, about, join_options(options));
+    }};
+    return run_once(run.config, run.data, output, part).diverged() ? kDiverged : kDone;
+  }
+  std::unique_ptr<Communicator> comm = join(options, run.config);
+  std::optional<AutoPlan> plan;
+  if (run.automatic) plan = auto_plan(run, options);
+  if (plan && comm) plan->about_data = described_data(run.data);
+  if (plan && !run.chosen) choose_automatically(run, options, *plan, comm.get(), output);
+  if (plan) plan->predicted = output.predicted;
+  const RunPart part{.comm = comm.get(), .plan = plan ? &*plan : nullptr};
+  if (leads(options) || run.config.elastic)
+    return run_once(run.config, run.data, output, part).diverged() ? kDiverged : kDone;
+  RunObserver silent;
+  train_part(run.config, run.data, silent, part);
+  return kDone;
+}
+
+void run_doctor(const RunOptions& options, bool show_environment) {
+  if (show_environment) {
+    std::fputs(environment_text().c_str(), stdout);
+  } else {
+    doctor(options);
+  }
+}
+
+// Detects this process's launcher for train and compare.
+void detect_launch(RunOptions& options) {
+  options.launch = detect_launcher();
+  if (options.launch) share_cores(*options.launch);
+  if (!options.join.empty()) options.launch = launch_of_joiner(options.join);
+  if (!options.rendezvous.empty() && (!options.launch || options.launch->world == 1)) {
+    throw BadInput("--rendezvous " + options.rendezvous +
+                   ": there is only one process; start several with torchrun, srun or mpirun, or set RANK "
+                   "and WORLD_SIZE for each");
+  }
+}
+
+// The options of commands that only read files.
+struct FileCommands {
+  PlanOptions plan;
+  TopOptions top;
+  ReportOptions report;
+  ExportOptions events;
+};
+
+void add_file_commands(CLI::App& app, FileCommands& o) {
+  CLI::App* plan_command = app.add_subcommand(
+      "plan", "Predict training steps on a cluster from its description, for each compression and schedule");
+  add_plan_flags(*plan_command, o.plan);
+  CLI::App* top_command = app.add_subcommand(
+      "top", "Follow a run by its log (train --log): progress, and which rank is the straggler");
+  add_top_flags(*top_command, o.top);
+  CLI::App* report_command = app.add_subcommand(
+      "report", "Write one page, for a browser, about comparisons, run logs and results of gradwire-bench");
+  add_report_flags(*report_command, o.report);
+  CLI::App* export_command =
+      app.add_subcommand("export", "Convert run logs for another program (--tensorboard)");
+  add_export_flags(*export_command, o.events);
+}
+
+// A train without flags is probably a question, and training takes minutes. A script whose flags got lost
+// must not look like success.
+int explain_train(const CLI::App& command) {
+  report("train needs a flag, such as --model; gradwire train --help lists all", kBadInput);
+  std::fprintf(stderr, "%s\n", command.get_footer().c_str());
+  return kBadInput;
+}
+
+int parse_and_run(int argc, char** argv) {
+  CLI::App app{
+      "Trains vision transformers with compressed gradients, and shows what the compression cost and saved.",
+      "gradwire"};
+  app.set_version_flag("--version", "gradwire " GRADWIRE_VERSION);
+  app.require_subcommand(1);
+
+  RunOptions options, doctor_options = doctor_defaults();
+  bool show_environment = false;
+  CLI::App* train_command = app.add_subcommand("train", "Train a model");
+  add_train_flags(*train_command, options);
+  CLI::App* compare_command = app.add_subcommand(
+      "compare", "Train once per --compression and seed, everything else the same, and print one table");
+  add_compare_flags(*compare_command, options);
+  CLI::App* doctor_command = app.add_subcommand("doctor",
+                                                "Show devices, versions, and disabled features with the "
+                                                "reason; with several ranks, measure their links and "
+                                                "recommend a compression for --model");
+  add_doctor_flags(*doctor_command, doctor_options, show_environment);
+  FileCommands file_commands;
+  add_file_commands(app, file_commands);
+  check_paths(app);
+
+  const std::string first = argc > 1 ? argv[1] : "";
+  const auto named = app.get_subcommands([&](CLI::App* command) { return command->get_name() == first; });
+  if (!first.empty() && first[0] != '-' && named.empty()) {
+    throw BadInput("unknown command '" + first +
+                   "'; use train, compare, doctor, plan, top, report or export");
+  }
+  if (argc == 2 && first == "train") return explain_train(*train_command);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& success) {
+    return app.exit(success);  // --help, --version
+  } catch (const CLI::ParseError& error) {
+    return report(parse_error_text(app, error).c_str(), kBadInput);
+  }
+  if (app.got_subcommand("report")) return write_report(file_commands.report);
+  if (app.got_subcommand("export")) return export_events(file_commands.events);
+  if (app.got_subcommand("plan")) {
+    plan(file_commands.plan);
+  } else if (app.got_subcommand("top")) {
+    top(file_commands.top);
+  } else if (doctor_command->parsed()) {
+    run_doctor(doctor_options, show_environment);
+  } else {
+    detect_launch(options);
+    if (train_command->parsed()) return train(options);
+    compare(options);
+  }
+  return kDone;
+}
+
+}  // namespace
+
+int cli_main(int argc, char** argv) {
+  prepare_standard_descriptors();
+  prepare_signals();
+  try {
+    const int done = parse_and_run(argc, argv);
+    const int code = done != kBadInput && any_output_lost() ? kFailed : done;
+    // Flushing stdout detects a full disk at the latest. Incomplete output must not look like success.
+    if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+    return report(
+        "standard output could not be written: its disk is full, or its reader is gone; all other work is "
+        "done",
+        kFailed);
+  } catch (const BadInput& error) {
+    return report(error.what(), kBadInput);
+  } catch (const std::exception& error) {
+    return report(text_of(error).c_str(), kFailed);
+  }
 }
 
 }  // namespace gradwire

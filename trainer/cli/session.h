@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "trainer/cli/options.h"
+#include "trainer/cli/flags.h"
 #include "trainer/config/config.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/summary.h"
@@ -52,5 +52,31 @@ void choose_automatically(Resolved& run, const RunOptions& options, const AutoPl
 // each rank may have to replace rank 0. Ranks other than rank 0 print nothing.
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
                     const RunPart& part);
+
+// Messages of runs that a signal ends: what was kept, and the command that continues the run.
+
+// Names the newest checkpoint of a `train` run in the text of its interruption.
+class TrainInterruption final : public RunObserver {
+ public:
+  TrainInterruption(const RunOptions& options, const TrainConfig& config);
+  ~TrainInterruption() override;
+  void on_checkpoint(const CheckpointRecord& record) override;
+
+ private:
+  std::string text(const std::string& checkpoint) const;
+  const RunOptions& options_;
+  const TrainConfig& config_;
+};
+
+// Returns the text for `compare` after `done` of `all` runs. `logged`: whether the runs have logs next to
+// --json, so that another call skips finished runs.
+std::string compare_interruption(const RunOptions& options, bool logged, size_t done, size_t all);
+
+// The `gradwire` command: train, compare, doctor, plan, top, report, export.
+
+// Runs the command, and returns the exit code: 0 for success, 1 for a failure while running, 2 for bad input,
+// 3 if training ended with a loss that is not finite. Codes 1 and 2 print one line on stderr. `train` without
+// flags also prints examples.
+int cli_main(int argc, char** argv);
 
 }  // namespace gradwire

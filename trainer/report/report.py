@@ -4,7 +4,7 @@
     report.py FILE...
 
 The page is one file without network access: page.html with page.css, charts.js, page.js, the document of
-read_results.py, and plotly.js. The last two are compressed with gzip. trainer/cli/report.cpp runs this
+read_results.py, and plotly.js. The last two are compressed with gzip. trainer/cli/commands.cpp runs this
 program. Exit codes are those of the command: 2 for bad input, with one line on standard error.
 """
 import base64
