@@ -20,7 +20,7 @@
 #include "runtime/util/error.h"
 #include "tests/trainer/runs.h"
 #include "trainer/checkpoint/folder.h"
-#include "trainer/config/members.h"
+#include "trainer/config/config.h"
 #include "trainer/log/run_log.h"
 
 namespace gradwire::testing {

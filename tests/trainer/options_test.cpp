@@ -14,7 +14,7 @@
 #include "tests/support/expect.h"
 #include "tests/trainer/files.h"
 #include "tests/trainer/run_options.h"
-#include "trainer/config/members.h"
+#include "trainer/config/config.h"
 
 namespace gradwire {
 namespace {

@@ -19,7 +19,7 @@
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"
-#include "trainer/config/members.h"
+#include "trainer/config/config.h"
 
 namespace gradwire {
 namespace {

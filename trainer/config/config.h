@@ -100,7 +100,7 @@ struct TrainConfig {
   int ranks() const { return static_cast<int>(devices.size()); }
   ElasticRange elastic;  // if set, the run continues when ranks die (trainer/train/elastic.h)
   ElasticBatch elastic_batch = ElasticBatch::keep_global;
-  // --elastic: the file through which joiners find the run (trainer/config/members.h). If empty, no rank can
+  // --elastic: the file through which joiners find the run (trainer/config/config.h). If empty, no rank can
   // join.
   std::string members;
 
@@ -170,5 +170,19 @@ const char* name(OptimizerKind kind);
 const char* name(ElasticBatch batch);
 const char* name(Precision precision);
 const char* name(Gelu gelu);
+
+// The file of --members, which rank 0 writes. Processes that join a running job (--join) read the ranks'
+// addresses from this file.
+
+// Returns the text of a members file. `launched`: the world size at launch. `invitation`: the text of
+// Admission::invitation().
+std::string members_text(int launched, const std::string& invitation);
+
+struct Members {
+  int launched = 0;
+  std::string invitation = {};
+};
+// Reads a members file. Throws BadInput if the file cannot be read or is not a members file.
+Members read_members(const std::string& path);
 
 }  // namespace gradwire

@@ -13,7 +13,7 @@
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "trainer/checkpoint/folder.h"
-#include "trainer/config/members.h"
+#include "trainer/config/config.h"
 #include "trainer/train/state_transfer.h"
 
 namespace gradwire {
