@@ -33,7 +33,7 @@ readers=(
   collectives/net/membership.cpp collectives/net/socket.cpp collectives/net/store.cpp
   collectives/net/quorum.cpp collectives/spec/spec.cpp kernels/gemm/tuning.cpp
   trainer/checkpoint/checkpoint.cpp trainer/checkpoint/folder.cpp trainer/checkpoint/safetensors.cpp
-  trainer/config/config.cpp trainer/data/cifar10.cpp trainer/data/fashion_mnist.cpp trainer/data/dataset_file.cpp
+  trainer/config/config.cpp trainer/data/cifar10.cpp trainer/data/cifar10.cpp trainer/data/dataset.cpp
   trainer/log/earlier_run.cpp trainer/log/live_run.cpp trainer/log/records.cpp trainer/log/stragglers.cpp
 )
 for reader in "${readers[@]}"; do

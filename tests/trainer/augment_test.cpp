@@ -6,7 +6,6 @@
 #include <map>
 
 #include "tests/trainer/files.h"
-#include "trainer/data/augment.h"
 #include "trainer/data/loader.h"
 
 namespace gradwire {

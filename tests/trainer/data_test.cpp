@@ -10,7 +10,6 @@
 #include "tests/trainer/files.h"
 #include "trainer/checkpoint/safetensors.h"
 #include "trainer/data/dataset.h"
-#include "trainer/data/normalization.h"
 
 namespace gradwire {
 namespace {

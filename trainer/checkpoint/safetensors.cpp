@@ -18,7 +18,7 @@
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "runtime/util/parse.h"
-#include "trainer/data/file_kind.h"
+#include "trainer/data/dataset.h"
 
 namespace gradwire {
 namespace {

@@ -51,7 +51,7 @@ struct DataSpec {
   bool operator==(const DataSpec&) const = default;
 };
 
-// The augmentation of training images: none | flip | crop | flip,crop (trainer/data/augment.h).
+// The augmentation of training images: none | flip | crop | flip,crop (trainer/data/loader.h).
 struct Augmentation {
   bool flip = false, crop = false;
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -46,5 +47,29 @@ std::string default_fashion_mnist_directory();
 
 // Throws BadInput unless the model accepts these images and has an output for each class.
 void check_model_fits(const VitConfig& model, const Dataset& data);
+
+// Reads whole files, plain or gzip, into memory.
+
+// The maximum size of a dataset file, in bytes.
+inline constexpr size_t kDatasetFileLimit = size_t{1} << 30;
+
+// Returns the contents of `path`, decompressed if the file is gzip. Throws BadInput, which names the file and
+// ends with `remedy`, when the file is missing, unreadable, truncated, corrupt, or longer than `limit_bytes`.
+std::vector<uint8_t> read_file(const std::string& path, size_t limit_bytes, const std::string& remedy);
+
+// Detects files left by a failed or unfinished download.
+
+// Number of bytes that foreign_kind() reads.
+inline constexpr size_t kFileKindBytes = 512;
+
+// Returns the kind of a file from its first bytes, with a remedy: "a zip archive; unpack it". Detects HTML
+// pages, archives, compressed files and Git LFS pointers. Returns "" for any other file.
+std::string foreign_kind(std::span<const uint8_t> head);
+
+// Mean and standard deviation per channel, for normalization.
+
+// Sets mean and stddev of both splits to the statistics of the training images, scaled to 0..1. Computes them
+// from a histogram of byte values, so only the final operations round. A constant channel gets stddev 1.
+void set_statistics(DataSplits& splits);
 
 }  // namespace gradwire
