@@ -34,7 +34,7 @@ readers=(
   collectives/net/quorum.cpp collectives/spec/spec.cpp kernels/gemm/tuning.cpp
   trainer/checkpoint/checkpoint.cpp trainer/checkpoint/folder.cpp trainer/checkpoint/safetensors.cpp
   trainer/config/config.cpp trainer/data/cifar10.cpp trainer/data/cifar10.cpp trainer/data/dataset.cpp
-  trainer/log/earlier_run.cpp trainer/log/live_run.cpp trainer/log/records.cpp trainer/log/stragglers.cpp
+  trainer/log/records.cpp trainer/log/console.cpp trainer/log/records.cpp trainer/log/summary.cpp
 )
 for reader in "${readers[@]}"; do
   [ -f "$reader" ] || { echo "fuzz: $reader does not exist" >&2; exit 1; }

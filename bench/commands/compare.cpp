@@ -11,7 +11,7 @@
 #include "bench/harness/result_files.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
-#include "trainer/log/table.h"
+#include "trainer/log/summary.h"
 
 namespace gradwire::bench {
 namespace {

@@ -20,7 +20,7 @@
 #include "collectives/codec/codec.h"
 #include "runtime/util/error.h"
 #include "trainer/cli/flags.h"
-#include "trainer/log/table.h"
+#include "trainer/log/summary.h"
 
 namespace gradwire::bench {
 namespace {

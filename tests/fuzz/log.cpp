@@ -2,9 +2,8 @@
 #include <string>
 
 #include "tests/fuzz/files.h"
-#include "trainer/log/earlier_run.h"
-#include "trainer/log/live_run.h"
 #include "trainer/log/records.h"
+#include "trainer/log/console.h"
 
 namespace gradwire::fuzz {
 

@@ -21,7 +21,7 @@
 #include "tests/trainer/runs.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/config/config.h"
-#include "trainer/log/run_log.h"
+#include "trainer/log/records.h"
 
 namespace gradwire::testing {
 

@@ -12,7 +12,7 @@
 #include "tests/trainer/checkpoint_fixture.h"
 #include "tests/trainer/files.h"
 #include "trainer/checkpoint/safetensors.h"
-#include "trainer/log/json.h"
+#include "trainer/log/records.h"
 
 namespace gradwire {
 namespace {

@@ -7,7 +7,7 @@
 #include "collectives/communicator/communicator.h"
 #include "runtime/util/error.h"
 #include "tests/trainer/files.h"
-#include "trainer/log/table.h"
+#include "trainer/log/summary.h"
 #include "trainer/measure/network.h"
 #include "trainer/measure/ranks.h"
 #include "trainer/measure/recommend.h"

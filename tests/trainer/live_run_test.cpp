@@ -1,12 +1,12 @@
 // The display and metrics of `gradwire top` for a run's log.
-#include "trainer/log/live_run.h"
+#include "trainer/log/console.h"
 
 #include <gtest/gtest.h>
 
 #include "runtime/util/error.h"
 #include "tests/support/expect.h"
 #include "trainer/log/records.h"
-#include "trainer/log/stragglers.h"
+#include "trainer/log/summary.h"
 
 namespace gradwire {
 namespace {

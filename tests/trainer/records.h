@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "trainer/data/dataset.h"
-#include "trainer/log/comparison.h"
+#include "trainer/log/summary.h"
 #include "trainer/train/run.h"
 
 namespace gradwire::testing {

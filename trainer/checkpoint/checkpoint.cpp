@@ -18,7 +18,7 @@
 #include "runtime/util/file.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/checkpoint/safetensors.h"
-#include "trainer/log/json.h"
+#include "trainer/log/records.h"
 
 namespace gradwire {
 namespace {

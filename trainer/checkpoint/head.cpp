@@ -6,7 +6,6 @@
 
 #include "runtime/util/error.h"
 #include "trainer/checkpoint/folder.h"
-#include "trainer/log/json.h"
 #include "trainer/log/records.h"
 
 namespace gradwire {

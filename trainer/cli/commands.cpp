@@ -23,8 +23,7 @@
 #include "runtime/util/file.h"
 #include "trainer/cli/session.h"
 #include "trainer/log/console.h"
-#include "trainer/log/json.h"
-#include "trainer/log/live_run.h"
+#include "trainer/log/records.h"
 #include "trainer/plan/plan.h"
 
 namespace gradwire {

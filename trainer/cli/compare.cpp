@@ -14,10 +14,9 @@
 #include "runtime/util/parse.h"
 #include "runtime/util/signals.h"
 #include "trainer/cli/session.h"
-#include "trainer/log/comparison.h"
+#include "trainer/log/summary.h"
 #include "trainer/log/console.h"
-#include "trainer/log/earlier_run.h"
-#include "trainer/log/run_log.h"
+#include "trainer/log/records.h"
 
 namespace gradwire {
 namespace {

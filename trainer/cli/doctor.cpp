@@ -30,7 +30,7 @@
 #include "trainer/cli/launcher.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/console.h"
-#include "trainer/log/table.h"
+#include "trainer/log/summary.h"
 #include "trainer/measure/network.h"
 #include "trainer/measure/peaks.h"
 #include "trainer/measure/products.h"

@@ -28,7 +28,7 @@
 #include "trainer/cli/commands.h"
 #include "trainer/log/console.h"
 #include "trainer/log/observer.h"
-#include "trainer/log/run_log.h"
+#include "trainer/log/records.h"
 #include "trainer/measure/products.h"
 #include "trainer/train/agreement.h"
 #include "trainer/train/memory_plan.h"

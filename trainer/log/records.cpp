@@ -1,7 +1,16 @@
 #include "trainer/log/records.h"
 
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "runtime/util/error.h"
+#include "runtime/util/file.h"
 #include "runtime/util/parse.h"
-#include "trainer/log/json.h"
 
 namespace gradwire {
 namespace {
@@ -274,6 +283,103 @@ std::string settings_text(const std::string& run_record) {
     if (!only_watches) settings[key] = value;
   }
   return json_text(settings);
+}
+
+RunLog::RunLog(std::string path, const TrainConfig& config, const DataSplits& data, std::string choice)
+    : path_(std::move(path)), config_(config), data_(data), choice_(std::move(choice)) {
+  check_writable(path_);
+}
+
+void RunLog::on_run(const RunInfo& info) {
+  file_ = FileDescriptor();  // also releases the lock, if this rank returns to a checkpoint
+  bool continues = false;
+  try {
+    file_ = open(info, continues);
+  } catch (const Error& error) {
+    if (!info.takes_over) throw;
+    return lose_output(path_, error.what());  // the run has begun: a missing log must not end it
+  }
+  if (!continues) {
+    write(run_record(config_, data_, info));
+    if (!choice_.empty()) write(choice_);
+  } else if (!info.takes_over) {
+    write(resume_record(config_, info));
+  }
+}
+
+FileDescriptor RunLog::open(const RunInfo& info, bool& continues) const {
+  OutputFile file(path_);
+  const OutputFile::Lock lock = info.takes_over ? OutputFile::Lock::steal : OutputFile::Lock::take;
+  std::string kept;
+  if (file.is_regular() && (info.takes_over || !config_.resume.empty())) kept = kept_until(info);
+  continues = !kept.empty();
+  return continues ? file.begin_with(kept, lock) : file.begin(lock);
+}
+
+// Returns the records of the old log before this run's first step, or "" without an old log.
+std::string RunLog::kept_until(const RunInfo& info) const {
+  // A run that resumes after its last step repeats its evaluation. A rank that replaces rank 0 may repeat an
+  // overdue evaluation.
+  const bool evaluates = info.takes_over || info.first_step == config_.steps;
+  std::ifstream old(path_, std::ios::binary);
+  std::string kept, line;
+  while (std::getline(old, line)) {
+    if (kept.empty() && !is_run_record(line)) return "";
+    if (is_before(line, info.first_step, evaluates)) kept += line + "\n";
+  }
+  return kept;
+}
+
+void RunLog::write(const std::string& record) {
+  if (!file_) return;  // the log was lost
+  struct stat before {};
+  fstat(file_.fd(), &before);
+  const int error = write_fully(file_.fd(), record + "\n");
+  if (error == 0) return;
+  if (S_ISREG(before.st_mode) && ftruncate(file_.fd(), before.st_size) != 0) {
+    warn_once(fmt::format("{}: its last line is not complete", path_));
+  }
+  file_ = FileDescriptor();
+  lose_output(path_, fmt::format("{}: writing failed: {}", path_, std::strerror(error)));
+}
+
+EarlierRun read_earlier_run(const std::string& path) {
+  EarlierRun earlier;
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error))
+    return earlier;  // reading a FIFO would block until a writer opens it
+  std::ifstream file(path, std::ios::binary);
+  std::string first, line, last;
+  if (!std::getline(file, first)) return earlier;
+  earlier.settings = settings_text(first);
+  if (earlier.settings.empty()) return earlier;
+  while (std::getline(file, line)) {
+    last = line;
+    const Json record = line.starts_with("{\"type\":\"eval\"") ? parse_json(line) : Json();
+    if (!record.is_object()) continue;
+    earlier.summary.evals.push_back({.step = field<int64_t>(record, "step").value_or(0),
+                                     .seconds = number_in(record, "seconds"),
+                                     .test_accuracy = number_in(record, "test_accuracy")});
+  }
+  const Json end = parse_json(last);
+  if (!end.is_object() || field<std::string>(end, "type") != "summary") return earlier;
+  const Json head = parse_json(first);
+  earlier.finished = true;
+  RunSummary& summary = earlier.summary;
+  summary.steps = field<int64_t>(end, "steps").value_or(0);
+  summary.seconds = number_in(end, "seconds");
+  summary.final_loss = number_in(end, "final_loss");
+  summary.test_loss = field<double>(end, "test_loss");
+  summary.test_accuracy = field<double>(end, "test_accuracy");
+  summary.step_ms = number_in(end, "step_ms");
+  summary.images_per_s = number_in(end, "images_per_s");
+  summary.wire_bytes = number_in(end, "wire_bytes");
+  summary.dense_bytes = number_in(end, "dense_bytes");
+  summary.exposed_comm_ms = number_in(end, "exposed_comm_ms");
+  summary.ratio = field<double>(end, "ratio");
+  summary.schedule = field<std::string>(head, "schedule").value_or("");
+  summary.parameters = field<int64_t>(head, "parameters").value_or(0);
+  return earlier;
 }
 
 }  // namespace gradwire

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <string>
 #include <vector>
@@ -83,5 +84,79 @@ class Summarizer final : public RunObserver {
   std::optional<PredictedStep> predicted_;
   bool ended_ = false;
 };
+
+// The result of `gradwire compare`: its table and its JSON.
+
+struct SeedRun {
+  uint64_t seed = 0;
+  RunSummary summary;
+  std::string log;  // file name; "" for no log
+};
+
+// A compression with a bucket size, and at least one run: one run per seed.
+struct ComparedRun {
+  std::string compression;
+  std::vector<SeedRun> seeds = {};
+  int ranks = 1;
+  std::string device = {};  // "host" or "cuda"
+  std::string link = {};    // EmulatedLink::to_string(); "" if links are not emulated
+  double bucket_mb = 0;
+};
+
+// Return the JSON array that `gradwire compare --json` writes (docs/formats.md), and a table with a line per
+// compression and bucket size. `target`: the percentage of --target-accuracy, for the time to this accuracy.
+std::string compare_document(const std::vector<ComparedRun>& runs, std::optional<double> target = {});
+std::string compare_table(const std::vector<ComparedRun>& runs, std::optional<double> target = {});
+
+// Finds stragglers: ranks for whose data the other ranks wait.
+
+struct Straggler {
+  int rank = 0;
+  double behind_s = 0;  // mean wait of the other ranks minus this rank's wait
+  double share = 0;     // behind_s / the measured time
+};
+
+// Finds the straggler. waited_s: as in WaitRecord, collected over `seconds`. Returns nothing if no rank waits
+// clearly less than the others.
+std::optional<Straggler> find_straggler(const std::vector<std::vector<double>>& waited_s, double seconds);
+
+// Collects the wait records of a run, in order.
+class WaitHistory {
+ public:
+  // Adds a record. The history restarts if the number of ranks changes, or if time goes back, as after a
+  // resume.
+  void add(const WaitRecord& record);
+
+  // Return the waits, time and steps over the last kWindow records. Empty and 0 before the second record.
+  std::vector<std::vector<double>> recent_waits() const;
+  double recent_seconds() const;
+  int64_t recent_steps() const;
+
+  struct Finding {
+    Straggler straggler;  // the straggler in the window
+    int64_t since_step = 0;
+    double since_s = 0;  // the records' time at which this rank became the straggler
+  };
+  const std::optional<Finding>& finding() const { return finding_; }
+
+  double finding_age_s() const { return finding_ ? window_.back().seconds - finding_->since_s : 0; }
+
+  static constexpr size_t kWindow = 5;
+
+ private:
+  std::deque<WaitRecord> window_;  // up to kWindow + 1 records
+  std::optional<Finding> finding_;
+};
+
+// Text tables and report lines.
+
+using Table = std::vector<std::vector<std::string>>;  // rows of cells; the first row is the heading
+
+// Returns lines that start with `indent`. The first column is aligned left, the other columns right. If
+// `rule`, adds dashes under the heading.
+std::string table_text(const Table& table, const std::string& indent = "  ", bool rule = false);
+
+// Returns one line of a report: "  name              value".
+std::string row_text(const std::string& name, const std::string& value);
 
 }  // namespace gradwire

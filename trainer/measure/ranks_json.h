@@ -1,7 +1,7 @@
 // The report of examine_ranks() as JSON; docs/formats.md describes the fields.
 #pragma once
 
-#include "trainer/log/json.h"
+#include "trainer/log/records.h"
 #include "trainer/measure/ranks.h"
 
 namespace gradwire {

@@ -6,7 +6,7 @@
 #include <cstdio>
 
 #include "trainer/log/console.h"
-#include "trainer/log/table.h"
+#include "trainer/log/summary.h"
 #include "trainer/measure/ranks.h"
 
 namespace gradwire {

@@ -8,7 +8,7 @@
 
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
-#include "trainer/log/json.h"
+#include "trainer/log/records.h"
 
 namespace gradwire {
 namespace {

@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "trainer/log/console.h"
-#include "trainer/log/json.h"
-#include "trainer/log/table.h"
+#include "trainer/log/records.h"
+#include "trainer/log/summary.h"
 #include "trainer/plan/nccl_model.h"
 #include "trainer/plan/plan.h"
 

@@ -13,7 +13,6 @@
 #include "runtime/util/file.h"
 #include "trainer/checkpoint/head.h"
 #include "trainer/log/console.h"
-#include "trainer/log/json.h"
 #include "trainer/log/records.h"
 #include "trainer/model/parameters.h"
 #include "trainer/train/memory_plan.h"
