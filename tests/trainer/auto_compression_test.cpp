@@ -1,5 +1,5 @@
 // --compression auto: its request, its choice from given measurements, and the error that it measures.
-#include "trainer/measure/auto_compression.h"
+#include "trainer/measure/recommend.h"
 
 #include <fmt/format.h>
 #include <fnmatch.h>
@@ -15,8 +15,7 @@
 #include "tests/support/expect.h"
 #include "tests/trainer/files.h"
 #include "trainer/log/console.h"
-#include "trainer/measure/dense_buckets.h"
-#include "trainer/measure/encode_error.h"
+#include "trainer/measure/peaks.h"
 #include "trainer/measure/ranks.h"
 #include "trainer/model/parameters.h"
 

@@ -8,7 +8,7 @@
 #include "runtime/util/error.h"
 #include "tests/trainer/files.h"
 #include "trainer/log/summary.h"
-#include "trainer/measure/network.h"
+#include "trainer/measure/peaks.h"
 #include "trainer/measure/ranks.h"
 #include "trainer/measure/recommend.h"
 #include "trainer/model/parameters.h"

@@ -31,11 +31,8 @@
 #include "trainer/data/dataset.h"
 #include "trainer/log/console.h"
 #include "trainer/log/summary.h"
-#include "trainer/measure/network.h"
 #include "trainer/measure/peaks.h"
-#include "trainer/measure/products.h"
 #include "trainer/measure/ranks.h"
-#include "trainer/measure/ranks_json.h"
 
 namespace gradwire {
 namespace {

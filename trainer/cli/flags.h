@@ -18,7 +18,7 @@
 #include "trainer/cli/commands.h"
 #include "trainer/config/config.h"
 #include "trainer/data/dataset.h"
-#include "trainer/measure/auto_compression.h"
+#include "trainer/measure/recommend.h"
 
 namespace gradwire {
 

@@ -29,7 +29,7 @@
 #include "trainer/log/console.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/records.h"
-#include "trainer/measure/products.h"
+#include "trainer/measure/peaks.h"
 #include "trainer/train/agreement.h"
 #include "trainer/train/memory_plan.h"
 #include "trainer/train/run.h"

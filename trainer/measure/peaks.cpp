@@ -1,20 +1,35 @@
 #include "trainer/measure/peaks.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <ctime>
+#include <exception>
+#include <filesystem>
+#include <fstream>
+#include <limits>
 #include <mutex>
+#include <span>
 #include <tuple>
 #include <vector>
 
+#include "collectives/communicator/communicator.h"
+#include "collectives/reducer/report.h"
+#include "kernels/blas/blas.h"
+#include "kernels/blas/kernel_set.h"
+#include "kernels/gemm/bf16_gemm.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/math/random.h"
 #include "kernels/simd/vector.h"
 #include "kernels/wire/format.h"
 #include "runtime/device/device_cuda.h"
+#include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"
-#include "trainer/measure/products.h"
-#include "trainer/measure/timing.h"
+#include "runtime/util/error.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 namespace {
@@ -137,6 +152,269 @@ Peaks measure_peaks(Device device, Precision precision) {
       {.tflops = product_tflops(stream, precision),
        .copy_gb_per_s = copy_gb_per_s(stream),
        .fma_share = device.is_host() ? measure_fma_share() : std::numeric_limits<double>::quiet_NaN()});
+}
+
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string first_line(const fs::path& file) {
+  std::ifstream in(file);
+  std::string line;
+  std::getline(in, line);
+  while (!line.empty() && (line.back() == ' ' || line.back() == '\r')) line.pop_back();
+  return line;
+}
+
+std::vector<fs::path> entries(const fs::path& folder) {
+  std::vector<fs::path> found;
+  std::error_code error;
+  for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
+    found.push_back(it->path());
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+}  // namespace
+
+Network find_network(const std::string& sys) {
+  Network network;
+  for (const fs::path& folder : entries(fs::path(sys) / "class/net")) {
+    NetInterface interface { .name = folder.filename().string() };
+    if (interface.name == "lo" || !fs::is_directory(folder)) continue;
+    interface.up = first_line(folder / "operstate") == "up";
+    interface.megabits = parse_number<int64_t>(first_line(folder / "speed"), 1).value_or(-1);
+    network.interfaces.push_back(interface);
+  }
+  for (const fs::path& device : entries(fs::path(sys) / "class/infiniband")) {
+    for (const fs::path& folder : entries(device / "ports")) {
+      InfinibandPort port{.device = device.filename().string(),
+                          .link = first_line(folder / "link_layer"),
+                          .rate = first_line(folder / "rate"),
+                          .active = first_line(folder / "state").find("ACTIVE") != std::string::npos};
+      port.port = parse_number<int>(folder.filename().string()).value_or(port.port);
+      network.ports.push_back(port);
+    }
+  }
+  return network;
+}
+
+}  // namespace gradwire
+
+GW_ALLOW_FMA
+
+namespace gradwire {
+namespace {
+
+// Kernels for the processor reach at least 80 % of the FMA peak, SSE kernels (without FMA) at most half.
+constexpr double kLeastShare = 0.6;
+
+constexpr int kRuns = 8;
+constexpr int kChains = 12;  // enough to hide the latency of FMA, and few enough for AVX2's 16 registers
+constexpr int64_t kRounds = 1'000'000;
+constexpr int64_t kSize = 512;  // rows and columns of the product
+
+#ifndef GRADWIRE_SANITIZED  // a sanitized build would measure the sanitizer
+using Ymm [[gnu::vector_size(32)]] = float;
+using Zmm [[gnu::vector_size(64)]] = float;
+
+// Runs independent chains of FMAs in registers.
+template <typename Vector>
+GW_INLINE float fma_chains() {
+  Vector sum[kChains], factor = Vector{} + 0.999f, term = Vector{} + 0.001f;
+#pragma GCC unroll 12
+  for (int i = 0; i < kChains; ++i) sum[i] = Vector{} + static_cast<float>(2 + i);
+  for (int64_t round = 0; round < kRounds; ++round) {
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i) sum[i] = sum[i] * factor + term;
+  }
+#pragma GCC unroll 12
+  for (int i = 1; i < kChains; ++i) sum[0] += sum[i];
+  return sum[0][0];
+}
+GW_SIMD float fma_chains_avx2() {
+  return fma_chains<Ymm>();
+}
+GW_SIMD float fma_chains_avx512() {
+  return fma_chains<Zmm>();
+}
+
+template <typename Work>
+double cpu_seconds(const Work& work) {
+  auto now = [] {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+  };
+  const double start = now();
+  work();
+  return now() - start;
+}
+#endif
+
+}  // namespace
+
+std::string host_products_text() {
+  const GradwireBlas& blas = *gradwire_blas();
+  if (blas.error != nullptr) throw BadInput(blas.error);
+  std::string text = fmt::format("{}, {} kernels", blas.version, blas.kernels);
+  if (blas.wanted != nullptr) {
+    text += " (GRADWIRE_BLAS_KERNELS)";
+  } else if (blas.instead_of != nullptr) {
+    text +=
+        fmt::format(" (chosen by CPU features; OpenBLAS would use {} for this CPU model)", blas.instead_of);
+  }
+  const host::Bf16Products way = host::bf16_products();
+  return way == host::Bf16Products::widened ? text : fmt::format("{}; BF16 by {}", text, host::name_of(way));
+}
+
+double measure_fma_share() {
+#ifdef GRADWIRE_SANITIZED
+  return std::numeric_limits<double>::quiet_NaN();
+#else
+  const blas::Level level = blas::level_of_processor();
+  if (level == blas::Level::base) return std::numeric_limits<double>::quiet_NaN();
+  const bool wide = level == blas::Level::avx512;
+  const std::vector<float> a(kSize * kSize, 0.5f), b(kSize * kSize, 0.25f);
+  std::vector<float> c(kSize * kSize);
+  double fma_s = std::numeric_limits<double>::infinity(), product_s = fma_s;
+  for (int run = 0; run < kRuns; ++run) {
+    fma_s = std::min(fma_s, cpu_seconds([&] {
+                       volatile float kept = wide ? fma_chains_avx512() : fma_chains_avx2();
+                       (void)kept;
+                     }));
+    product_s = std::min(product_s, cpu_seconds([&] {
+                           if (!gradwire_blas_sgemm(false, false, kSize, kSize, kSize, 1.0f, a.data(), kSize,
+                                                    b.data(), kSize, 0.0f, c.data(), kSize)) {
+                             throw_no_memory(0);
+                           }
+                         }));
+  }
+  const double fmas = static_cast<double>(kRounds * kChains * (wide ? 16 : 8));
+  return static_cast<double>(kSize * kSize * kSize) / product_s / (fmas / fma_s);
+#endif
+}
+
+std::string slow_products_warning(double fma_share) {
+  if (!(fma_share < kLeastShare)) return {};  // ignore NaN
+  const GradwireBlas& blas = *gradwire_blas();
+  const std::string remedy =
+      blas.wanted != nullptr
+          ? fmt::format("unset GRADWIRE_BLAS_KERNELS={}", blas.wanted)
+          : fmt::format(
+                "{}'s {} kernels do not suit it; build with a newer OpenBLAS, or try GRADWIRE_BLAS_KERNELS",
+                blas.version, blas.kernels);
+  return fmt::format("products run at {} % of this processor's FMA peak: {}", std::lround(100 * fma_share),
+                     remedy);
+}
+
+}  // namespace gradwire
+
+namespace gradwire {
+
+Timing time_runs(const Stream& stream, const std::function<void()>& work, double budget_ms) {
+  using Clock = std::chrono::steady_clock;
+  constexpr int kLeastRuns = 2, kMostRuns = 20;
+  Event begin = Event::create_timer(stream.device()), end = Event::create_timer(stream.device());
+  work();
+  stream.synchronize();
+  Timing timing{.fastest_ms = std::numeric_limits<double>::infinity()};
+  double sum = 0, squares = 0;
+  const auto start = Clock::now();
+  for (int run = 0; run < kMostRuns; ++run) {
+    begin.record(stream);
+    work();
+    end.record(stream);
+    end.synchronize();
+    const double ms = elapsed_ms(begin, end);
+    sum += ms, squares += ms * ms;
+    timing.fastest_ms = std::min(timing.fastest_ms, ms);
+    timing.mean_ms = sum / (run + 1);
+    const double variance = std::max(0.0, squares - sum * timing.mean_ms) / std::max(run, 1);
+    timing.deviation = sum > 0 ? std::sqrt(variance) / timing.mean_ms : 0;
+    const std::chrono::duration<double, std::milli> taken = Clock::now() - start;
+    if (run + 1 >= kLeastRuns && taken.count() > budget_ms) break;
+  }
+  return timing;
+}
+
+namespace {
+
+constexpr int64_t kBucketBytes = int64_t{25} << 20, kAlignment = 4;  // the alignment of packed_layout()
+
+// The gradients of a bucket, and their tensors.
+struct Sample {
+  std::vector<GradientTensor> tensors;
+  std::span<const float> values;
+};
+
+std::vector<Sample> samples_of(const std::vector<GradientTensor>& tensors,
+                               const std::vector<float>& gradients) {
+  std::vector<Sample> samples;
+  for (const BucketRange& range : lay_out(tensors, kAlignment, kBucketBytes).buckets) {
+    samples.push_back({{tensors.begin() + range.first_tensor, tensors.begin() + range.last_tensor},
+                       {gradients.data() + range.begin, static_cast<size_t>(range.elements())}});
+  }
+  return samples;
+}
+
+// Averages a sample of which all ranks have the same values, and adds the errors of its tensors.
+void add_errors(Communicator& comm, const CompressionSpec& spec, const Sample& sample,
+                RelativeError& errors) {
+  const Stream stream = Stream::create(comm.device(), "error");
+  Reducer reducer(comm, spec, sample.tensors,
+                  {.bucket_bytes = kOneBucket, .timing = false, .alignment = kAlignment});
+  to_device<float>(stream, reducer.gradients().as<float>(), sample.values);
+  for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
+  reducer.wait(stream);
+  const std::vector<float> mean =
+      to_host(stream, reducer.gradients().as<const float>(), static_cast<int64_t>(sample.values.size()));
+  comm.check();
+  for (int i = 0; i < reducer.tensors(); ++i) {
+    const auto begin = static_cast<size_t>(reducer.offset(i));
+    const int64_t count = sample.tensors[static_cast<size_t>(i)].count();
+    const auto from = [begin](const float* values) {
+      return [at = values + begin](int64_t element) { return at[element]; };
+    };
+    errors.add(from(sample.values.data()), from(mean.data()), count);
+  }
+}
+
+// Returns the spec for a pair of threads, which has no nodes.
+CompressionSpec spec_of_pair(const std::string& text) {
+  CompressionSpec spec = CompressionSpec::parse(text);
+  spec.schedule = ScheduleKind::automatic;
+  spec.fp32_intra_node = false;
+  return spec;
+}
+
+}  // namespace
+
+std::vector<double> encode_errors(Device device, const std::vector<GradientTensor>& tensors,
+                                  const std::vector<float>& gradients,
+                                  const std::vector<std::string>& specs) {
+  const std::vector<Sample> samples = samples_of(tensors, gradients);
+  std::vector<double> errors;
+  const auto pair = create_local_ranks({device, device}, std::chrono::seconds(60), {});
+  run_local_ranks(pair, [&](Communicator& comm) {
+    for (const std::string& text : specs) {
+      const CompressionSpec spec = spec_of_pair(text);
+      RelativeError sum;
+      for (const Sample& sample : samples) add_errors(comm, spec, sample, sum);
+      if (comm.rank() == 0) errors.push_back(sum.root());
+    }
+  });
+  return errors;
+}
+
+std::optional<double> try_encode_error(Device device, const std::vector<GradientTensor>& tensors,
+                                       const std::vector<float>& gradients, const std::string& spec) {
+  try {
+    return encode_errors(device, tensors, gradients, {spec})[0];
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
 }
 
 }  // namespace gradwire

@@ -1,15 +1,22 @@
 #include "trainer/measure/ranks.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
+#include <limits>
 
 #include "collectives/agreement/statements.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/transport.h"
 #include "kernels/math/random.h"
-#include "trainer/measure/dense_buckets.h"
-#include "trainer/measure/timing.h"
+#include "runtime/device/device_cuda.h"
+#include "trainer/log/console.h"
+#include "trainer/log/summary.h"
+#include "trainer/measure/recommend.h"
+#include "trainer/measure/peaks.h"
 #include "trainer/model/flops.h"
 #include "trainer/model/parameters.h"
 #include "trainer/model/vit.h"
@@ -290,6 +297,263 @@ RanksReport examine_group(const TrainConfig& config, Communicator* comm,
     if (mine.rank() == 0) report = std::move(seen);
   });
   return report;
+}
+
+// The report of examine_ranks() as text.
+
+namespace {
+
+std::string number(double value, int digits = 3) {
+  if (!std::isfinite(value)) return "-";
+  if (std::abs(value) >= 1000) return human_count(value);
+  return fmt::format("{:.{}g}", value, digits);
+}
+std::string ms(double value) {
+  return number(value) + " ms";
+}
+std::string percent(double share) {
+  return number(100 * share, 2) + " %";
+}
+std::string title(const std::string& text) {
+  return fmt::format("\n{}\n", text);
+}
+
+// Returns the spec, with a long list of dense tensors cut.
+std::string brief(const std::string& spec) {
+  constexpr size_t kMost = 9;
+  const size_t dense = spec.find("dense=");
+  if (dense == std::string::npos) return spec;
+  const size_t begin = dense + 6, end = std::min(spec.find(',', begin), spec.size());
+  if (end - begin <= kMost) return spec;
+  return spec.substr(0, begin + kMost) + "..." + spec.substr(end);
+}
+
+Table predictions(const Recommendation& r) {
+  Table table{{"compression", "bucket MB", "buckets", "schedule", "sends", "links ms", "kernels ms",
+               "exposed ms", "step ms", "speed"}};
+  const bool measured = std::isfinite(r.from.error);  // the errors
+  if (measured) table[0].emplace_back("error");
+  auto add = [&](const Prediction& p) {
+    table.push_back({brief(p.spec), fmt::format("{}", p.bucket_mb), fmt::format("{}", p.buckets), p.schedule,
+                     human_bytes(p.sent_bytes), number(p.comm_ms), number(p.codec_ms), number(p.exposed_ms),
+                     number(p.step_ms), number(r.best[0].step_ms / p.step_ms) + "x"});
+    if (measured)
+      table.back().push_back(number(p.error) +
+                             (r.allows(p) ? "" : fmt::format(" > {}", number(r.from.error))));
+  };
+  if (r.one_bucket.bucket_mb != r.best[0].bucket_mb) add(r.one_bucket);
+  for (const Prediction& p : r.best) add(p);
+  return table;
+}
+
+}  // namespace
+
+std::string links_text(const RanksReport& report) {
+  auto pattern = [](const LinkCosts::Pattern& p) {
+    return fmt::format("{} us, {} GB/s", number(p.latency_us), number(p.bytes_per_us / 1e3));
+  };
+  const std::string emulated = report.link ? fmt::format(", emulated at {}", report.link.to_string()) : "";
+  std::string text = title(fmt::format("Links between {} ranks, transport {}{} (measured)", report.world,
+                                       report.transport, emulated));
+  text += row_text("to a neighbour", pattern(report.links.neighbour) + ", all ranks at once");
+  text += row_text("to all", pattern(report.links.all_pairs) + ", all ranks at once");
+  if (report.links.intra_node != report.links.all_pairs ||
+      report.links.inter_node != report.links.all_pairs) {
+    text += row_text("inside a node", pattern(report.links.intra_node));
+    text += row_text("between nodes", pattern(report.links.inter_node));
+  }
+  if (report.links.library_measured) text += row_text("NCCL's allreduce", pattern(report.links.library));
+  if (!report.matrix) return text;
+  const auto world = static_cast<size_t>(report.world);
+  Table table(world + 1, std::vector<std::string>(world + 1, "-"));
+  table[0][0] = "us \\ GB/s";  // latency below the diagonal, bandwidth above
+  for (size_t a = 0; a < world; ++a) {
+    table[0][a + 1] = table[a + 1][0] = fmt::format("rank {}", a);
+    for (size_t b = 0; b < world; ++b) {
+      const LinkMatrix::Link& link = report.matrix->links[a * world + b];
+      if (a != b) table[a + 1][b + 1] = number(a > b ? link.latency_us : link.gb_per_s);
+    }
+  }
+  return text + "  one pair at a time: latency below the diagonal, bandwidth each way above it\n" +
+         table_text(table, "    ");
+}
+
+std::string recommendation_text(const RanksReport& report, const VitConfig& model) {
+  const StepCosts& costs = report.costs;
+  const Recommendation& r = report.recommendation;
+  std::string text = title(fmt::format("Prediction: {}, {} parameters, batch {}, {} ranks", model.name,
+                                       human_count(static_cast<double>(report.parameters)), report.batch_size,
+                                       report.world));
+  text += row_text("compute", fmt::format("{} GFLOP x {} images / {} TFLOP/s = {}, two thirds of it backward",
+                                          number(report.flops_per_image / 1e9), report.batch_size,
+                                          number(report.rank_tflops), ms(costs.compute_ms)));
+  text += row_text(
+      "", fmt::format("(the slowest rank's speed, all at once, on {}{} and batch {})", report.probe.depth,
+                      report.probe.depth == 1 ? " layer" : " layers", report.probe_batch));
+  text +=
+      row_text("optimizer", report.optimizer_bytes == 0
+                                ? fmt::format("{}, measured", ms(costs.optimizer_ms))
+                                : fmt::format("{} / {} GB/s = {}, AdamW", human_bytes(report.optimizer_bytes),
+                                              number(report.peaks.copy_gb_per_s), ms(costs.optimizer_ms)));
+  text += table_text(predictions(r));
+
+  const Prediction &plain = r.best[0], &chosen = r.best[r.chosen];
+  text += title(fmt::format(
+      "{}: {} --bucket-mb {}", std::isfinite(r.from.error) ? "Choice" : "Recommendation",
+      r.compress() ? fmt::format("--compression {}", chosen.spec) : "do not compress, --compression fp32",
+      chosen.bucket_mb));
+  auto line = [&](const Prediction& p) {
+    const double codec = p.codec_ms * 1e6 / static_cast<double>(report.parameters);
+    return row_text(brief(p.spec),
+                    fmt::format("{} / {} GB/s = {} on the links, {} ns x {} = {} of kernels",
+                                human_bytes(p.sent_bytes), number(p.sent_bytes / (p.comm_ms * 1e6)),
+                                ms(p.comm_ms), number(codec),
+                                human_count(static_cast<double>(report.parameters)), ms(p.codec_ms))) +
+           row_text("", fmt::format("{} ({} of the step) are left when backward is done: {} per step, with "
+                                    "90 % probability {} to {}",
+                                    ms(p.exposed_ms), percent(p.exposed_ms / p.step_ms), ms(p.step_ms),
+                                    number(p.low_ms), number(p.high_ms)));
+  };
+  text += line(plain);
+  if (r.compress()) return text + line(chosen);
+  const Prediction* fastest = &plain;
+  for (const Prediction& p : r.best) {
+    if (r.allows(p) && p.step_ms < fastest->step_ms) fastest = &p;
+  }
+  if (fastest == &plain) {
+    return text + row_text("", fmt::format("nothing{} is predicted to be faster",
+                                           std::isfinite(r.from.error) ? " within the error" : ""));
+  }
+  return text + line(*fastest) +
+         row_text("", fmt::format("compression would gain {}, too little to justify its rounding errors",
+                                  percent(plain.step_ms / fastest->step_ms - 1)));
+}
+
+namespace {
+
+Json row_json(const Prediction& p) {
+  Json json{{"compression", p.spec},  {"bucket_mb", p.bucket_mb},   {"buckets", p.buckets},
+            {"schedule", p.schedule}, {"sent_bytes", p.sent_bytes}, {"dense_bytes", p.dense_bytes},
+            {"links_ms", p.comm_ms},  {"kernels_ms", p.codec_ms},   {"exposed_ms", p.exposed_ms},
+            {"step_ms", p.step_ms}};
+  if (std::isfinite(p.error)) json["error"] = p.error;
+  if (std::isfinite(p.low_ms)) json["step_interval_ms"] = {p.low_ms, p.high_ms};
+  return json;
+}
+
+}  // namespace
+
+Json ranks_json(const RanksReport& report) {
+  auto pattern = [](const LinkCosts::Pattern& p) {
+    return Json{{"latency_us", p.latency_us}, {"gb_per_s", p.bytes_per_us / 1e3}};
+  };
+  Json json{{"world", report.world},
+            {"transport", report.transport},
+            {"link", report.link ? Json(report.link.to_string()) : Json(nullptr)},
+            {"neighbour", pattern(report.links.neighbour)},
+            {"all_pairs", pattern(report.links.all_pairs)},
+            {"inside", pattern(report.links.intra_node)},
+            {"between", pattern(report.links.inter_node)},
+            {"pairs", Json::array()}};
+  if (report.links.library_measured) json["nccl_allreduce"] = pattern(report.links.library);
+  for (int a = 0; report.matrix && a < report.world; ++a) {
+    for (int b = a + 1; b < report.world; ++b) {
+      const LinkMatrix::Link& link = report.matrix->between(a, b);
+      json["pairs"].push_back(
+          {{"a", a}, {"b", b}, {"latency_us", link.latency_us}, {"gb_per_s", link.gb_per_s}});
+    }
+  }
+  return json;
+}
+
+Json prediction_json(const RanksReport& report, const VitConfig& model) {
+  const Recommendation& r = report.recommendation;
+  Json json{{"model", model.name},
+            {"parameters", report.parameters},
+            {"batch_size", report.batch_size},
+            {"rank_tflops", report.rank_tflops},
+            {"compute_ms", report.costs.compute_ms},
+            {"optimizer_ms", report.costs.optimizer_ms},
+            {"kernels_ns_per_element", report.costs.codec_ns},
+            {"fp32_one_bucket", row_json(r.one_bucket)},
+            {"best", Json::array()}};
+  for (const Prediction& p : r.best) json["best"].push_back(row_json(p));
+  json["compress"] = r.compress();
+  json["recommended"] = row_json(r.best[r.chosen]);
+  return json;
+}
+
+namespace {
+
+constexpr size_t kSmallBytes = 64, kLeastLarge = 256 << 10, kMostLarge = 32 << 20;
+constexpr double kLargeUs = 10e3;
+
+double best_round_us(Communicator& comm, const Stream& stream, const std::vector<Transfer>& transfers,
+                     const ExchangeLabel& label, int rounds, int repeats) {
+  using Clock = std::chrono::steady_clock;
+  const FinishOnError finish(stream);
+  double best = std::numeric_limits<double>::infinity();
+  for (int i = 0; i <= repeats; ++i) {  // the first run is a warm-up
+    const auto start = Clock::now();
+    for (int k = 0; k < rounds; ++k) comm.transport().exchange(stream, transfers, label);
+    stream.synchronize();
+    const double us = std::chrono::duration<double, std::micro>(Clock::now() - start).count() / rounds;
+    if (i > 0) best = std::min(best, us);
+  }
+  comm.check();
+  return best;
+}
+
+}  // namespace
+
+LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const LinkCosts& costs) {
+  const int world = comm.world(), rank = comm.rank();
+  const auto wanted = static_cast<size_t>(costs.neighbour.bytes_per_us * kLargeUs);
+  const size_t large = std::clamp(wanted, kLeastLarge, kMostLarge) / 4 * 4;
+  const Buffer out(comm.device(), large), in(comm.device(), large);
+  fill_zero(stream, out.data(), large);
+  std::vector<double> mine(static_cast<size_t>(2 * world));
+  const Call call{0x6c696e6d, "measuring each link"};
+  const ExchangeLabel label{call.hash, call.what};
+  comm.transport().begin_call(stream, call);
+  // Neighbours check the call at their first exchange, and a pair measured below need not be neighbours.
+  const std::vector<Transfer> round{
+      {Transfer::Kind::send, (rank + 1) % world, out.data(), kSmallBytes},
+      {Transfer::Kind::receive, (rank + world - 1) % world, in.data(), kSmallBytes}};
+  const FinishOnError finish(stream);
+  comm.transport().exchange(stream, round, label);
+  for (int a = 0; a < world; ++a) {
+    for (int b = a + 1; b < world; ++b) {
+      stream.synchronize();
+      comm.barrier();  // no other traffic on the links
+      if (rank != a && rank != b) continue;
+      const int peer = rank == a ? b : a;
+      auto transfers = [&](size_t bytes) {
+        return std::vector<Transfer>{{Transfer::Kind::send, peer, out.data(), bytes},
+                                     {Transfer::Kind::receive, peer, in.data(), bytes}};
+      };
+      const double small_us = best_round_us(comm, stream, transfers(kSmallBytes), label, 16, 4);
+      const double large_us = best_round_us(comm, stream, transfers(large), label, 1, 3);
+      mine[static_cast<size_t>(2 * peer)] = small_us;
+      // If latency dominates, noise may make the difference tiny or negative. Therefore use at least half of
+      // large_us.
+      mine[static_cast<size_t>(2 * peer + 1)] =
+          static_cast<double>(large) / std::max(large_us - small_us, 0.5 * large_us) / 1e3;
+    }
+  }
+  const auto all = all_gather(comm.transport(), stream, mine, "speed of each link");
+  LinkMatrix matrix{.world = world,
+                    .links = std::vector<LinkMatrix::Link>(static_cast<size_t>(world * world))};
+  for (int a = 0; a < world; ++a) {
+    for (int b = 0; b < world; ++b) {
+      if (a == b) continue;
+      const auto &from = all[static_cast<size_t>(a)], &to = all[static_cast<size_t>(b)];
+      const auto i = static_cast<size_t>(2 * b), j = static_cast<size_t>(2 * a);
+      matrix.links[static_cast<size_t>(a * world + b)] = {std::max(from[i], to[j]),
+                                                          std::min(from[i + 1], to[j + 1])};
+    }
+  }
+  return matrix;
 }
 
 }  // namespace gradwire

@@ -4,15 +4,32 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "collectives/communicator/communicator.h"
 #include "trainer/config/config.h"
-#include "trainer/measure/link_matrix.h"
+#include "trainer/log/records.h"
 #include "trainer/measure/peaks.h"
 #include "trainer/measure/recommend.h"
-#include "trainer/measure/timing.h"
 
 namespace gradwire {
+
+// Latency and bandwidth between each pair of ranks, measured one pair at a time.
+
+struct LinkMatrix {
+  struct Link {
+    double latency_us = 0;  // of 64 bytes in both directions at the same time
+    double gb_per_s = 0;    // bandwidth in each direction, with traffic in both directions
+  };
+  int world = 0;
+  std::vector<Link> links;  // [a * world + b], symmetric
+
+  const Link& between(int a, int b) const { return links[static_cast<size_t>(a * world + b)]; }
+};
+
+// Measures all pairs. Collective; blocks for about 50 ms per pair on any link. `costs` determines the message
+// sizes and must be the same on every rank. Every rank returns the same values.
+LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const LinkCosts& costs);
 
 struct RanksReport {
   int world = 1;
@@ -62,5 +79,11 @@ RanksReport examine_group(const TrainConfig& config, Communicator* comm,
 // Return the report as text: the links, and the prediction with its arithmetic and the choice.
 std::string links_text(const RanksReport& report);
 std::string recommendation_text(const RanksReport& report, const VitConfig& model);
+
+// The report of examine_ranks() as JSON; docs/formats.md describes the fields.
+
+// Return the links between the ranks, and the predictions with the choice.
+Json ranks_json(const RanksReport& report);
+Json prediction_json(const RanksReport& report, const VitConfig& model);
 
 }  // namespace gradwire

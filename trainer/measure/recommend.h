@@ -17,6 +17,7 @@
 #include <limits>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "collectives/plan/link_costs.h"
@@ -119,5 +120,40 @@ struct Recommendation {
 
 // Chooses the most accurate allowed spec whose predicted step is within a tie of the shortest allowed one.
 Recommendation recommend(const StepCosts& costs, const Choices& from = {});
+
+// --compression auto: the request for a compression that is chosen from measurements before the first step.
+
+struct AutoCompression {
+  double error = 0.1;              // the largest error of one encode of the gradients (encode_error.h)
+  bool replan = true;              // whether the run may choose again
+  std::string plan;                // file of the choice: read if it exists, otherwise written; or empty
+  std::vector<std::string> allow;  // candidates besides FP32; empty: candidate_specs()
+
+  // Returns whether a value of --compression is a request, not a spec.
+  static bool is_request(std::string_view text);
+  // Parses grammar(). allow= is last, because specs contain commas. Throws BadInput.
+  static AutoCompression parse(std::string_view text);
+  std::string to_string() const;
+  // Returns the choices: FP32 first. `bucket_mb`: the given bucket sizes; empty: all candidates.
+  Choices choices(std::vector<int64_t> bucket_mb) const;
+  std::vector<CompressionSpec> candidates() const;  // the specs of choices()
+  // Returns the candidate of which `spec` is a choice: the same spec, or with more dense tensors; "" if none.
+  std::string candidate_of(const std::string& spec) const;
+  static std::string grammar() { return "auto[:error=E][,replan=off][,plan=FILE][,allow=SPEC+SPEC...]"; }
+
+ private:
+  void set_option(std::string_view text, std::string_view option);
+};
+
+// Which buckets a compressed run may average in FP32 at no cost, because backward hides them.
+
+// Returns a short list of names and patterns ("layer1.*") that match exactly `some` of the names `all`.
+std::vector<std::string> name_patterns(const std::vector<std::string>& all,
+                                       const std::vector<std::string>& some);
+
+// Returns the choice's spec with the tensors of its first buckets in dense=, as many as leave the predicted
+// step as short as without, even if backward takes 40 % of the measured time. Returns "" if there are none.
+// Backward hides the first buckets best, and the last bucket not at all.
+std::string with_dense_buckets(StepCosts costs, const Prediction& choice);
 
 }  // namespace gradwire

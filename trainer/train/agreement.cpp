@@ -9,7 +9,7 @@
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"
 #include "trainer/log/records.h"
-#include "trainer/measure/products.h"
+#include "trainer/measure/peaks.h"
 
 namespace gradwire {
 namespace {

@@ -11,9 +11,8 @@
 
 #include "runtime/util/error.h"
 #include "trainer/checkpoint/folder.h"
-#include "trainer/measure/encode_error.h"
-#include "trainer/measure/ranks_json.h"
-#include "trainer/measure/timing.h"
+#include "trainer/measure/peaks.h"
+#include "trainer/measure/ranks.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/agreement.h"
 #include "trainer/train/initial_weights.h"

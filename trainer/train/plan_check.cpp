@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "collectives/agreement/statements.h"
-#include "trainer/measure/encode_error.h"
+#include "trainer/measure/peaks.h"
 #include "trainer/train/choose_compression.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/rank.h"

@@ -10,7 +10,7 @@
 #include "collectives/transport/transport.h"
 #include "runtime/util/error.h"
 #include "runtime/util/signals.h"
-#include "trainer/measure/products.h"
+#include "trainer/measure/peaks.h"
 #include "trainer/train/choose_compression.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/parameter_hash.h"

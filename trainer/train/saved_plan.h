@@ -7,7 +7,7 @@
 
 #include "trainer/config/config.h"
 #include "trainer/log/observer.h"
-#include "trainer/measure/auto_compression.h"
+#include "trainer/measure/recommend.h"
 #include "trainer/measure/ranks.h"
 
 namespace gradwire {
