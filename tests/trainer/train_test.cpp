@@ -15,7 +15,7 @@
 #include "tests/support/thinned.h"
 #include "tests/support/threads.h"
 #include "tests/trainer/runs.h"
-#include "trainer/model/flops.h"
+#include "trainer/model/vit.h"
 #include "trainer/model/parameters.h"
 #include "trainer/train/deferred_update.h"
 #include "trainer/train/learning_rate.h"

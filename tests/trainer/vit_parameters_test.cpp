@@ -9,7 +9,6 @@
 
 #include "runtime/threads/thread_pool.h"
 #include "tests/trainer/runs.h"
-#include "trainer/model/flops.h"
 #include "trainer/model/vit.h"
 
 namespace gradwire {

@@ -15,7 +15,6 @@
 #include "tests/support/devices.h"
 #include "tests/support/normal.h"
 #include "tests/trainer/runs.h"
-#include "trainer/model/flops.h"
 
 namespace gradwire {
 namespace {

@@ -11,7 +11,7 @@
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/cli/flags.h"
-#include "trainer/model/flops.h"
+#include "trainer/model/vit.h"
 
 namespace gradwire {
 namespace {

@@ -17,9 +17,8 @@
 #include "trainer/log/summary.h"
 #include "trainer/measure/recommend.h"
 #include "trainer/measure/peaks.h"
-#include "trainer/model/flops.h"
-#include "trainer/model/parameters.h"
 #include "trainer/model/vit.h"
+#include "trainer/model/parameters.h"
 
 namespace gradwire {
 namespace {

@@ -12,7 +12,7 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/vit/elementwise.h"
 #include "runtime/device/device.h"
-#include "trainer/model/vit_index.h"
+#include "trainer/model/vit.h"
 #include "trainer/model/vit_passes.h"
 
 namespace gradwire {

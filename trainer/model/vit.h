@@ -24,6 +24,7 @@
 
 #include "kernels/gemm/gemm.h"
 #include "runtime/device/device.h"
+#include "trainer/config/config.h"
 #include "trainer/model/parameters.h"
 #include "trainer/model/vit_passes.h"
 
@@ -96,5 +97,26 @@ class Vit {
   Buffer weights_, rounded_;
   std::unique_ptr<VitPasses> passes_;
 };
+
+// FLOPs of a training step, for the log's TFLOP/s.
+
+// Returns the FLOPs of the matrix products in one image's forward and backward pass; a multiply-add counts as
+// two. Backward needs two products for each product of forward: for the gradients with respect to the weight
+// (or right operand) and to the input. The model computes no gradient with respect to the pixels. The padding
+// of attention matrices is not counted.
+double training_flops_per_image(const VitConfig& config);
+
+// The index of each of the model's parameters in the list of vit_parameters().
+
+struct VitLayerIndex {
+  int mlp3_bias, mlp3_weight, mlp0_bias, mlp0_weight, ln2_weight, ln2_bias;
+  int out_bias, out_weight, in_bias, in_weight, ln1_weight, ln1_bias;
+};
+struct VitIndex {
+  int head_bias, head_weight, ln_weight, ln_bias, position, class_token, conv_bias, conv_weight;
+  std::vector<VitLayerIndex> layers;
+};
+
+VitIndex find_parameters(const std::vector<VitParameter>& parameters, int32_t depth);
 
 }  // namespace gradwire

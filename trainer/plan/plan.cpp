@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "runtime/util/error.h"
-#include "trainer/model/flops.h"
+#include "trainer/model/vit.h"
 #include "trainer/model/parameters.h"
 #include "trainer/plan/simulated_schedule.h"
 

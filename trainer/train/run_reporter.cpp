@@ -10,7 +10,7 @@
 #include "runtime/device/device.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
-#include "trainer/model/flops.h"
+#include "trainer/model/vit.h"
 #include "trainer/train/parameter_hash.h"
 
 namespace gradwire {
