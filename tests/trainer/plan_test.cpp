@@ -9,7 +9,6 @@
 #include "runtime/util/error.h"
 #include "trainer/plan/nccl_model.h"
 #include "trainer/plan/plan.h"
-#include "trainer/plan/simulated_schedule.h"
 #include "trainer/plan/simulator.h"
 
 namespace gradwire {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "trainer/plan/cluster.h"
+#include "trainer/plan/plan.h"
 
 namespace gradwire {
 

@@ -1,9 +1,18 @@
 #include "trainer/plan/simulator.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <cmath>
 #include <limits>
+#include <numeric>
 #include <queue>
 #include <tuple>
+
+#include "collectives/program/program.h"
+#include "collectives/schedule/schedule.h"
+#include "kernels/wire/format.h"
+#include "trainer/plan/nccl_model.h"
 
 namespace gradwire {
 namespace {
@@ -213,6 +222,244 @@ std::vector<std::vector<double>> sent_by_level(const FlowRounds& rounds, const F
     }
   }
   return sent;
+}
+
+namespace {
+
+constexpr int kLeastExponent = 10;  // smaller buffers take the time of 1 KiB
+
+ScheduleKind transfers_of(ScheduleKind kind) {
+  return kind == ScheduleKind::nccl ? ScheduleKind::ring : kind;
+}
+
+}  // namespace
+
+SimulatedSchedule::SimulatedSchedule(ScheduleKind kind, const Cluster& cluster, int ranks)
+    : cluster_(cluster), kind_(kind), fabric_(cluster, ranks, is_symmetric(transfers_of(kind))) {
+  const std::vector<std::vector<double>> levels = sent_by_level(flows(1), fabric_);
+  // NCCL rotates its rings, so that every rank has its turn at a network card.
+  const auto busiest = [&](const std::vector<double>& sent) {
+    return kind == ScheduleKind::nccl ? std::reduce(sent.begin(), sent.end()) / fabric_.period()
+                                      : *std::max_element(sent.begin(), sent.end());
+  };
+  for (const std::vector<double>& level : levels) busiest_.push_back(busiest(level));
+  std::vector<double> all = levels[0];  // of each rank; a rank's messages are on the first two levels
+  for (size_t r = 0; levels.size() > 1 && r < all.size(); ++r) all[r] += levels[1][r];
+  busiest_of_all_ = busiest(all);
+}
+
+bool SimulatedSchedule::supports(ScheduleKind kind, const Cluster& cluster, int ranks) {
+  const int per_node = std::min(ranks, cluster.gpus_per_node);
+  if (kind == ScheduleKind::two_shot) return ranks <= kMaxInputs + 1;
+  if (kind == ScheduleKind::hierarchical) return per_node > 1 && per_node < ranks && per_node <= kMaxInputs;
+  return kind != ScheduleKind::automatic;
+}
+
+const FlowRounds& SimulatedSchedule::flows(int slices) {
+  auto at = flows_.find(slices);
+  if (at == flows_.end()) {
+    at = flows_.emplace(slices, flow_rounds(transfers_of(kind_), fabric_, slices)).first;
+  }
+  return at->second;
+}
+
+double SimulatedSchedule::knot_us(int exponent, double inside) {
+  auto [at, is_new] = knots_.try_emplace({exponent, inside}, 0);
+  if (!is_new) return at->second;
+  const double bytes = std::exp2(exponent);
+  const double slices = std::ceil(bytes / outline().chunks / kSliceBytes);
+  const FlowRounds& rounds = flows(static_cast<int>(std::clamp<double>(slices, 1, Program::kMostSlices)));
+  return at->second = simulate_us(rounds, fabric_, bytes, inside * bytes);
+}
+
+AllreduceCost SimulatedSchedule::cost(int64_t count, Wire wire, bool fp32_inside) {
+  const auto bytes = static_cast<double>(wire->bytes(count));
+  AllreduceCost out{.schedule = name(kind_)};
+  out.sent_bytes = busiest_of_all_ * bytes;
+  if (is_fp32_inside(fp32_inside)) {  // every rank of a hierarchical schedule sends on both levels
+    const std::vector<double> levels = level_bytes(count, wire, fp32_inside);
+    out.sent_bytes = levels[0] + levels[1];
+  }
+  if (kind_ == ScheduleKind::nccl) {
+    out.us = nccl_allreduce_estimate(cluster_, fabric_.ranks(), bytes).us;
+    return out;
+  }
+  const double inside = fp32_inside ? static_cast<double>(kFp32->bytes(count)) / bytes : 1;
+  const int exponent = std::max(kLeastExponent, static_cast<int>(std::log2(bytes)));
+  const double low = knot_us(exponent, inside), high = knot_us(exponent + 1, inside);
+  out.us = low + (high - low) * std::max(0.0, bytes / std::exp2(exponent) - 1);
+  return out;
+}
+
+std::vector<double> SimulatedSchedule::level_bytes(int64_t count, Wire wire, bool fp32_inside) const {
+  std::vector<double> out;
+  for (double fraction : busiest_) {
+    const Wire format = is_fp32_inside(fp32_inside) && out.empty() ? kFp32 : wire;
+    out.push_back(fraction * static_cast<double>(format->bytes(count)));
+  }
+  return out;
+}
+
+Fabric::Fabric(const Cluster& cluster, int ranks, bool symmetric)
+    : cluster_(cluster),
+      ranks_(ranks),
+      per_node_(std::min(ranks, cluster.gpus_per_node)),
+      period_(symmetric ? cluster.symmetric_ranks(ranks) : ranks) {
+  check_ranks(cluster, ranks);
+  levels_.push_back(cluster.nvlink ? "nvlink" : "pcie");
+  gpus_ = add_both(1, cluster.gpu.gb_per_s);
+  if (cluster.gpus_per_root > 0 && per_node_ > cluster.gpus_per_root) {
+    roots_ = add_both(cluster.gpus_per_root, cluster.root_gb_per_s);
+  }
+  if (ranks <= per_node_) return;
+  levels_.push_back("nic");
+  const int sharing = std::max(1, per_node_ / cluster.nics);  // ranks that share a network card
+  const double card = cluster.nic.gb_per_s * cluster.nics * sharing / per_node_;
+  nics_ = add_both(sharing, card);
+  for (const Cluster::Level& level : cluster.switches) {
+    const int below = level.nodes * per_node_;
+    if (below >= ranks) break;
+    levels_.push_back(fmt::format("switch {}", switches_.size() + 1));
+    switches_.push_back(
+        add_both(below, cluster.nic.gb_per_s * cluster.nics * level.nodes / level.oversubscription));
+  }
+}
+
+int Fabric::add_links(int count, double gb_per_s) {
+  const int first = links();
+  bytes_per_us_.resize(first + count, gb_per_s * 1e3);
+  return first;
+}
+
+Fabric::Both Fabric::add_both(int group, double gb_per_s) {
+  const int count = (period_ + group - 1) / group;
+  Both both{.group = group};
+  both.out = add_links(count, gb_per_s);
+  both.in = add_links(count, gb_per_s);
+  return both;
+}
+
+void Fabric::cross(Path& path, const Both& links, int from, int to) const {
+  path.add(links.out + from % period_ / links.group);
+  path.add(links.in + to % period_ / links.group);
+}
+
+Fabric::Path Fabric::path(int from, int to) const {
+  Path path;
+  path.inside = from / per_node_ == to / per_node_;
+  path.latency_us = path.inside ? cluster_.gpu.latency_us : cluster_.nic.latency_us;
+  // Between nodes, data leaves a GPU through PCIe, whose bandwidth NVLink does not share.
+  if (path.inside || !cluster_.nvlink) {
+    cross(path, gpus_, from, to);
+    const int group = roots_.group;
+    if (group > 0 && (!path.inside || from / group != to / group)) cross(path, roots_, from, to);
+  }
+  if (path.inside) return path;
+  cross(path, nics_, from, to);
+  path.levels = 2;
+  for (const Both& level : switches_) {
+    if (from / level.group == to / level.group) break;
+    cross(path, level, from, to);
+    ++path.levels;
+  }
+  return path;
+}
+
+namespace {
+
+using Rounds = std::vector<std::vector<Flow>>;
+
+class FlowSink final : public TransferSink {
+ public:
+  explicit FlowSink(int period) : period_(period) {}
+  void begin(const Schedule& given, int count) override {
+    outline = given;
+    rounds.resize(outline.world == 1 ? 0 : count);
+  }
+  void add(int round, int from, int to, int, Step::Kind, bool intra_node) override {
+    if (from >= period_) return;
+    std::vector<Flow>& flows = rounds[round];
+    // Chunks of one message come one after another in the schedules with many chunks per message.
+    if (!flows.empty() && flows.back().from == from && flows.back().to == to) {
+      ++flows.back().chunks;
+    } else {
+      flows.push_back({from, to, 1, intra_node});
+    }
+  }
+
+  Schedule outline;
+  Rounds rounds;
+
+ private:
+  const int period_;
+};
+
+void sort_and_merge(std::vector<Flow>& flows) {
+  std::stable_sort(flows.begin(), flows.end(), [](const Flow& a, const Flow& b) {
+    return std::tie(a.from, a.to) < std::tie(b.from, b.to);
+  });
+  size_t last = 0;
+  for (size_t i = 1; i < flows.size(); ++i) {
+    if (flows[i].from == flows[last].from && flows[i].to == flows[last].to) {
+      flows[last].chunks += flows[i].chunks;
+    } else {
+      flows[++last] = flows[i];
+    }
+  }
+  if (!flows.empty()) flows.resize(last + 1);
+}
+
+// Returns the rounds of pipelined(): round k of slice i is round i + 2 k.
+Rounds cut_into_slices(const Rounds& rounds, int slices) {
+  if (slices == 1 || rounds.empty()) return rounds;
+  Rounds all(2 * (rounds.size() - 1) + slices);
+  for (int slice = 0; slice < slices; ++slice) {
+    for (size_t k = 0; k < rounds.size(); ++k) {
+      std::vector<Flow>& into = all[2 * k + slice];
+      into.insert(into.end(), rounds[k].begin(), rounds[k].end());
+    }
+  }
+  return all;
+}
+
+FlowRounds collect(FlowSink&& sink, int slices) {
+  FlowRounds out{.outline = std::move(sink.outline), .chunks = 1, .runs = {}};
+  out.chunks = out.outline.chunks * slices;
+  for (std::vector<Flow>& flows : cut_into_slices(sink.rounds, slices)) {
+    sort_and_merge(flows);
+    if (!out.runs.empty() && out.runs.back().flows == flows) {
+      ++out.runs.back().rounds;
+    } else {
+      out.runs.push_back({std::move(flows), 1});
+    }
+  }
+  return out;
+}
+
+}  // namespace
+
+bool is_symmetric(ScheduleKind kind) {
+  return kind != ScheduleKind::tree;
+}
+
+FlowRounds flow_rounds(ScheduleKind kind, const Fabric& fabric, int slices) {
+  FlowSink sink(fabric.period());
+  emit_schedule(kind, fabric.ranks(), {.nodes = 0, .per_node = fabric.per_node()}, sink);
+  return collect(std::move(sink), slices);
+}
+
+FlowRounds flow_rounds(const Schedule& schedule) {
+  FlowSink sink(schedule.world);
+  sink.begin(schedule, schedule.num_rounds());
+  sink.outline.rounds.clear();
+  for (int k = 0; k < schedule.num_rounds(); ++k) {
+    for (int r = 0; r < schedule.world; ++r) {
+      for (const Step& step : schedule.rounds[r][k]) {
+        if (step.kind == Step::Kind::send) sink.add(k, r, step.peer, step.chunk, step.kind, step.intra_node);
+      }
+    }
+  }
+  return collect(std::move(sink), 1);
 }
 
 }  // namespace gradwire
