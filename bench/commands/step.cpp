@@ -20,7 +20,7 @@
 #include "runtime/util/error.h"
 #include "trainer/data/dataset.h"
 #include "trainer/model/vit.h"
-#include "trainer/train/layout.h"
+#include "trainer/train/weight_shards.h"
 #include "trainer/train/optimizer_state.h"
 
 namespace gradwire::bench {

@@ -12,7 +12,7 @@
 #include "collectives/communicator/communicator.h"
 #include "tests/fuzz/files.h"
 #include "trainer/checkpoint/folder.h"
-#include "trainer/train/layout.h"
+#include "trainer/train/weight_shards.h"
 
 namespace gradwire::fuzz {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "tests/oracles/binary_io.h"
-#include "trainer/train/muon.h"
+#include "trainer/train/optimizer_state.h"
 
 namespace gradwire {
 namespace {

@@ -22,7 +22,7 @@
 #include "runtime/util/hash.h"
 #include "tests/processes/elastic_runs.h"
 #include "trainer/train/elastic.h"
-#include "trainer/train/layout.h"
+#include "trainer/train/weight_shards.h"
 
 namespace gradwire {
 namespace {

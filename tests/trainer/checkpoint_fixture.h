@@ -17,7 +17,7 @@
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/checkpoint/head.h"
-#include "trainer/train/layout.h"
+#include "trainer/train/weight_shards.h"
 #include "trainer/train/optimizer_state.h"
 
 namespace gradwire::testing {

@@ -1,5 +1,5 @@
 // The test that decides when a run with --compression auto measures again.
-#include "trainer/train/drift.h"
+#include "trainer/train/plan_change.h"
 
 #include <gtest/gtest.h>
 

@@ -6,7 +6,7 @@
 
 #include "runtime/device/graph.h"
 #include "trainer/model/vit.h"
-#include "trainer/train/layout.h"
+#include "trainer/train/weight_shards.h"
 #include "trainer/train/optimizer_state.h"
 
 namespace gradwire {

@@ -13,8 +13,7 @@
 #include "collectives/communicator/communicator.h"
 #include "tests/support/expect.h"
 #include "tests/trainer/runs.h"
-#include "trainer/train/choose_compression.h"
-#include "trainer/train/layout.h"
+#include "trainer/train/weight_shards.h"
 
 namespace gradwire {
 namespace {

@@ -10,9 +10,9 @@
 #include "runtime/util/error.h"
 #include "tests/support/expect.h"
 #include "trainer/train/deferred_update.h"
-#include "trainer/train/learning_rate.h"
-#include "trainer/train/parameter_hash.h"
-#include "trainer/train/rank_reports.h"
+#include "trainer/train/optimizer_state.h"
+#include "trainer/train/agreement.h"
+#include "trainer/train/run_reporter.h"
 #include "trainer/train/run.h"
 
 namespace gradwire {

@@ -18,11 +18,11 @@
 #include "trainer/model/vit.h"
 #include "trainer/model/parameters.h"
 #include "trainer/train/deferred_update.h"
-#include "trainer/train/learning_rate.h"
-#include "trainer/train/memory_plan.h"
-#include "trainer/train/parameter_hash.h"
+#include "trainer/train/optimizer_state.h"
+#include "trainer/train/weight_shards.h"
+#include "trainer/train/agreement.h"
 #include "trainer/train/rank.h"
-#include "trainer/train/rank_reports.h"
+#include "trainer/train/run_reporter.h"
 #include "trainer/train/run.h"
 
 namespace gradwire {

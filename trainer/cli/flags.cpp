@@ -10,7 +10,7 @@
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"
 #include "trainer/model/vit_passes.h"
-#include "trainer/train/layout.h"
+#include "trainer/train/weight_shards.h"
 
 namespace gradwire {
 namespace {

@@ -31,9 +31,9 @@
 #include "trainer/log/records.h"
 #include "trainer/measure/peaks.h"
 #include "trainer/train/agreement.h"
-#include "trainer/train/memory_plan.h"
+#include "trainer/train/weight_shards.h"
 #include "trainer/train/run.h"
-#include "trainer/train/saved_plan.h"
+#include "trainer/train/plan_change.h"
 
 namespace gradwire {
 namespace {

@@ -11,7 +11,7 @@
 #include "trainer/config/config.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/summary.h"
-#include "trainer/train/choose_compression.h"
+#include "trainer/train/plan_change.h"
 
 namespace gradwire {
 

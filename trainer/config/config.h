@@ -124,7 +124,7 @@ struct TrainConfig {
   double epochs = 0;       // steps as passes over the training set, for display
 
   OptimizerKind optimizer = OptimizerKind::adamw;
-  double lr = 1e-3;  // peak (trainer/train/learning_rate.h)
+  double lr = 1e-3;  // peak (trainer/train/optimizer_state.h)
   // Dion, if that is the compression's method, updates the matrices at this peak rate; AdamW updates the
   // rest.
   double dion_lr = 0.01;

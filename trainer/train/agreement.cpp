@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <zlib.h>
 
+#include <bit>
 #include <sstream>
 
 #include "kernels/simd/vector.h"
@@ -66,6 +67,16 @@ void check_agreement(const std::string& local, Communicator& comm) {
                     "same flags and data",
                     rank, first_difference(remote, local)));
   }
+}
+
+uint64_t parameter_hash(std::span<const float> values) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (float value : values) hash = (hash ^ std::bit_cast<uint32_t>(value)) * 0x100000001b3u;
+  return hash;
+}
+
+std::string hex(uint64_t value) {
+  return fmt::format("{:016x}", value);
 }
 
 }  // namespace gradwire

@@ -2,6 +2,8 @@
 // and ranks must not average gradients of different trainings.
 #pragma once
 
+#include <cstdint>
+#include <span>
 #include <string>
 
 #include "collectives/communicator/communicator.h"
@@ -21,5 +23,13 @@ std::string first_difference(const std::string& remote, const std::string& local
 // Compares the descriptions of all ranks, which are processes. Collective. Throws BadInput on rank 0, which
 // names the rank and the difference.
 void check_agreement(const std::string& local, Communicator& comm);
+
+// A fingerprint of parameters by their bits: equal hashes on all ranks mean equal models.
+
+// Returns the FNV-1a hash of the values' 32-bit words. Every bit affects the hash: -0 differs from 0, and
+// NaNs with different bits differ.
+uint64_t parameter_hash(std::span<const float> values);
+// Returns the value as 16 hexadecimal digits.
+std::string hex(uint64_t value);
 
 }  // namespace gradwire

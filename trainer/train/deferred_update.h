@@ -16,7 +16,7 @@
 #include "runtime/device/device.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/optimizer_state.h"
-#include "trainer/train/training_marks.h"
+#include "trainer/train/run_reporter.h"
 
 namespace gradwire {
 

@@ -14,7 +14,7 @@
 #include "runtime/util/file.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/config/config.h"
-#include "trainer/train/state_transfer.h"
+#include "trainer/train/snapshots.h"
 
 namespace gradwire {
 namespace {

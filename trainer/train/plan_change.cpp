@@ -1,8 +1,36 @@
 #include "trainer/train/plan_change.h"
 
-#include <algorithm>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <exception>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "collectives/agreement/statements.h"
+#include "collectives/codec/policy_codec.h"
 #include "runtime/device/device_cuda.h"
+#include "runtime/util/error.h"
+#include "runtime/util/file.h"
+#include "trainer/checkpoint/folder.h"
+#include "trainer/checkpoint/head.h"
+#include "trainer/log/console.h"
+#include "trainer/log/records.h"
+#include "trainer/log/summary.h"
+#include "trainer/measure/peaks.h"
+#include "trainer/measure/ranks.h"
+#include "trainer/model/parameters.h"
+#include "trainer/model/vit.h"
+#include "trainer/train/agreement.h"
+#include "trainer/train/rank.h"
+#include "trainer/train/optimizer_state.h"
+#include "trainer/train/weight_shards.h"
 
 namespace gradwire {
 namespace {
@@ -53,6 +81,445 @@ void PlanChange::free() {
   weights = std::vector<float>();
   moments = std::vector<std::vector<float>>();
   codecs = ReducerSnapshot();
+}
+
+// Whether the plan of --compression auto still holds. Rank 0 watches the steps, and all ranks agree between
+// two steps to choose again.
+
+namespace {
+
+// Steps between two agreements: each waits for the latest step. With DriftDetector's 9 steps, a change leads
+// to another plan within 30 steps.
+constexpr int64_t kAgreeEvery = 20;
+constexpr int64_t kErrorEvery = 200;  // steps between measurements of the error, which take one encode
+
+}  // namespace
+
+void RankTrainer::prepare_plan_checks() {
+  if (shared_.plan == nullptr || !leads()) return;
+  DriftDetector::Options options{.error_limit = shared_.plan->request.error, .quiet = shared_.quiet};
+  options.predicted = shared_.plan->predicted;
+  if (shared_.replanned != nullptr) options.predicted = shared_.replanned->predicted;
+  drift_.emplace(options);
+  if (config_.graph || config_.compression == CompressionSpec()) return;  // FP32 has no error
+  sample_layout_ = packed_layout(model_.parameters());
+  sample_.emplace(config_, model_.parameters(), sample_layout_, stream_.device());
+}
+
+bool RankTrainer::samples_gradients(int64_t step) {
+  // Gradients that are added to residuals are not those of a step.
+  if (!sample_ || (step + 1) % kErrorEvery != 0 || carried_) return false;
+  sampled_ = step;
+  return true;
+}
+
+void RankTrainer::check_plan(const Slot& slot, const Event& end) {
+  drift_->add_step(reducer_.stats(slot.step).communicate_ms, elapsed_ms(slot.micros.front().data, end));
+  if (sampled_ != slot.step) return;
+  const std::optional<double> error = try_encode_error(comm_.device(), gradient_tensors(config_.model),
+                                                       sample_->values(), config_.compression.to_string());
+  if (error) drift_->add_error(*error);
+}
+
+bool RankTrainer::plan_check_follows(int64_t step) const {
+  const int64_t next = step + 1;
+  if (shared_.plan == nullptr || next == config_.steps || next % kAgreeEvery != 0) return false;
+  // A trace, a profile and a dump of gradients are parts of one RankTrainer's steps.
+  const StepRange& traced = config_.trace_steps;
+  return !(traced.begin < next && next < traced.end) && next != config_.gradients_step;
+}
+
+bool RankTrainer::agree_to_replan(int64_t steps_done) {
+  const std::string why = drift_ ? drift_->alarm() : "";
+  const std::vector<double> wishes = all_gather_value(comm_.transport(), stream_, why.empty() ? 0.0 : 1.0,
+                                                      "whether the compression is still the best");
+  if (wishes[0] == 0) return false;
+  plan_change_.emplace();
+  plan_change_->position = position(steps_done);
+  plan_change_->clock = reporter_.clock();
+  plan_change_->began = std::chrono::steady_clock::now();
+  plan_change_->why = why;
+  plan_change_->spec = config_.compression.to_string();
+  plan_change_->take(state());
+  return true;
+}
+
+namespace {
+
+constexpr const char* kType = "gradwire plan 1";
+constexpr uintmax_t kMostBytes = 100'000'000;  // a plan of 1024 ranks has about 60 MB, for its links
+constexpr double kMostBucketMb = 1 << 20;      // of --bucket-mb
+// The settings that a plan is for.
+constexpr const char* kSettings[] = {"model", "ranks", "device"};
+
+[[noreturn]] void refuse_plan(const std::string& path, const std::string& why) {
+  throw BadInput(
+      fmt::format("--compression auto:plan={}: {}; name another file, or remove this one to measure "
+                  "again",
+                  path, why));
+}
+
+double number_of(const Json& json, const char* key, const std::string& path) {
+  const double number = number_in(json, key);
+  if (!std::isfinite(number)) refuse_plan(path, fmt::format("damaged: no number '{}'", key));
+  return number;
+}
+
+// Returns the measured error of one encode with the plan's spec, or NaN.
+double recorded_error(const Json& choice, const std::string& spec) {
+  const Json prediction = choice.value("prediction", Json());
+  const Json rows = prediction.is_object() ? prediction.value("best", Json()) : Json();
+  for (const Json& row : rows) {
+    if (row.is_object() && row.value("compression", Json()) == spec) return number_in(row, "error");
+  }
+  return std::numeric_limits<double>::quiet_NaN();
+}
+
+// Refuses a plan that this run's request could not have chosen.
+void check_choice(const SavedPlan& plan, const Json& choice, const AutoCompression& request,
+                  const TrainConfig& config, std::optional<double> bucket_mb) {
+  const std::string& path = request.plan;
+  std::vector<std::string> specs;
+  for (const CompressionSpec& spec : request.candidates()) specs.push_back(spec.to_string());
+  std::string candidate;
+  try {
+    candidate = request.candidate_of(plan.compression);
+    std::vector<std::string> tensors;
+    for (const VitParameter& p : vit_parameters(config.model)) tensors.push_back(p.name);
+    check_dense_names(CompressionSpec::parse(plan.compression), tensors);
+  } catch (const BadInput& error) {
+    refuse_plan(path, error.what());
+  }
+  if (candidate.empty()) {
+    refuse_plan(path, fmt::format("auto may choose {}, not '{}'", fmt::join(specs, ", "), plan.compression));
+  }
+  const double error = recorded_error(choice, plan.compression);
+  if (candidate != specs[0] && !(error <= request.error)) {  // FP32 is always allowed
+    refuse_plan(path, fmt::format("the error of {} is {}, more than error={}", plan.compression,
+                                  std::isfinite(error) ? fmt::format("{:.3g}", error) : "not recorded",
+                                  request.error));
+  }
+  if (!(plan.bucket_mb >= 1 && plan.bucket_mb <= kMostBucketMb) ||
+      plan.bucket_mb != std::floor(plan.bucket_mb)) {
+    refuse_plan(path, fmt::format("bucket_mb {} is not a whole number of MiB from 1 to {}", plan.bucket_mb,
+                                  kMostBucketMb));
+  }
+  if (bucket_mb && plan.bucket_mb != *bucket_mb) {
+    refuse_plan(
+        path, fmt::format("the plan has buckets of {} MiB, not --bucket-mb {}", plan.bucket_mb, *bucket_mb));
+  }
+  if (config.memory_limit == 0) return;
+  TrainConfig planned = config;
+  planned.compression = CompressionSpec::parse(plan.compression);
+  planned.bucket_mb = plan.bucket_mb;
+  const int64_t bytes = plan_memory(planned).total();
+  if (bytes <= config.memory_limit) return;
+  const auto text = [](int64_t b) { return human_bytes(static_cast<double>(b)); };
+  refuse_plan(path, fmt::format("{} with buckets of {} MiB needs {} per rank, more than --memory-limit {}",
+                                plan.compression, plan.bucket_mb, text(bytes), text(config.memory_limit)));
+}
+
+}  // namespace
+
+std::optional<SavedPlan> SavedPlan::read(const AutoCompression& request, const TrainConfig& config,
+                                         std::optional<double> bucket_mb) {
+  const std::string& path = request.plan;
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) return {};
+  if (const auto bytes = std::filesystem::file_size(path, ignored); !ignored && bytes > kMostBytes)
+    refuse_plan(path, fmt::format("{} bytes are too many for a plan", bytes));
+  const Json json = parse_json(read_regular_file(path));
+  if (!json.is_object() || json.value("type", Json()) != kType)
+    refuse_plan(path, "not a plan of this version");
+  const Json own = Json::parse(config_text(config));
+  for (const char* key : kSettings) {
+    const Json theirs = json.value(key, Json());
+    if (theirs == own[key]) continue;
+    const auto text = [](const Json& value) {
+      return value.is_object() ? value.value("name", Json()).dump() : value.dump();
+    };
+    std::string other = text(theirs);
+    if (other == text(own[key])) other += " of another size";
+    refuse_plan(path, fmt::format("the plan is for {} {}, this run has {}", key, other, text(own[key])));
+  }
+  const Json predicted = json.value("predicted", Json()), choice = json.value("choice", Json());
+  const auto compression = field<std::string>(json, "compression");
+  if (!predicted.is_object() || !choice.is_object() || !compression) refuse_plan(path, "damaged");
+  const auto ms = [&](const char* key) { return number_of(predicted, key, path); };
+  SavedPlan plan{.compression = *compression,
+                 .bucket_mb = number_of(json, "bucket_mb", path),
+                 .links = links_of(json.value("links", Json())),
+                 .predicted = {{ms("compute_ms"), ms("kernels_ms"), ms("links_ms"), ms("exposed_ms"),
+                                ms("optimizer_ms"), ms("step_ms")},
+                               ms("low_ms"),
+                               ms("high_ms")},
+                 .choice = json_text(choice)};
+  check_choice(plan, choice, request, config, bucket_mb);
+  return plan;
+}
+
+void SavedPlan::write(const std::string& path, const TrainConfig& config) const {
+  const Json own = Json::parse(config_text(config));
+  Json json{{"type", kType}};
+  for (const char* key : kSettings) json[key] = own[key];
+  json["compression"] = compression;
+  json["bucket_mb"] = shortest(bucket_mb);
+  if (links) json["links"] = links_json(*links);
+  const StepParts& p = predicted.parts;
+  json["predicted"] = {{"compute_ms", p.compute_ms},     {"kernels_ms", p.kernels_ms},
+                       {"links_ms", p.links_ms},         {"exposed_ms", p.exposed_ms},
+                       {"optimizer_ms", p.optimizer_ms}, {"step_ms", p.step_ms},
+                       {"low_ms", predicted.low_ms},     {"high_ms", predicted.high_ms}};
+  json["choice"] = Json::parse(choice);
+  OutputFile(path).write(json_text(json, 2) + "\n");
+}
+
+void DriftDetector::add_step(double links_ms, double step_ms) {
+  if (!std::isfinite(links_ms) || !std::isfinite(step_ms)) return;
+  if (++steps_ == options_.quiet) end_quiet_steps();
+  if (steps_ <= kWarmup) return;
+  if (links_.size() < kBaseline) {
+    links_.push_back(links_ms);
+    steps_ms_.push_back(step_ms);
+    if (links_.size() == kBaseline) set_baseline();
+    return;
+  }
+  const double z = std::clamp((links_ms - median_) / deviation_, -kMost, kMost);
+  above_ = std::max(0.0, above_ + z - kSlack);
+  below_ = std::max(0.0, below_ - z - kSlack);
+  latest_.push_back(links_ms);
+  if (latest_.size() > kLatest) latest_.pop_front();
+  if (above_ <= kLimit && below_ <= kLimit) return;
+  if (!alarm_.empty()) return;
+  alarm_ = fmt::format("the links take {} ms per step instead of {} ms",
+                       milliseconds(median({latest_.begin(), latest_.end()})), milliseconds(median_));
+}
+
+void DriftDetector::set_baseline() {
+  constexpr double kNormal = 1.4826;  // a normal variable's deviation per median absolute deviation
+  median_ = median(links_);
+  std::vector<double> distances;
+  for (double ms : links_) distances.push_back(std::abs(ms - median_));
+  deviation_ = std::max(kNormal * median(std::move(distances)), kLeast * median(steps_ms_));
+  compare_with_prediction(median_);
+}
+
+void DriftDetector::compare_with_prediction(double links_ms) {
+  if (!options_.predicted) return;
+  const double links = options_.predicted->parts.links_ms, step = median(steps_ms_);
+  const bool differs = links_ms > 2 * links || links > 2 * links_ms;
+  if (options_.predicted->holds(step) || !differs || std::abs(links_ms - links) < 0.1 * step) return;
+  alarm_ = fmt::format("the links take {} ms per step instead of the predicted {} ms", milliseconds(links_ms),
+                       milliseconds(links));
+}
+
+void DriftDetector::end_quiet_steps() {
+  alarm_.clear();
+  above_ = below_ = 0;
+  streak_ = 0;
+  if (!latest_.empty()) compare_with_prediction(median({latest_.begin(), latest_.end()}));
+}
+
+void DriftDetector::add_error(double error) {
+  streak_ = error <= options_.error_limit ? 0 : streak_ + 1;
+  if (streak_ < kStreak || !alarm_.empty()) return;
+  alarm_ = fmt::format("one encode has an error of {:.3g}, more than {:.3g}", error, options_.error_limit);
+}
+
+namespace {
+
+using Weights = std::shared_ptr<const std::vector<float>>;  // laid out as packed_layout()
+
+// Forward and backward of a rank's first batch, with the weights from which the run starts or continues.
+class FirstStep {
+ public:
+  FirstStep(const TrainConfig& config, const DataSplits& data, Weights weights, Communicator& comm,
+            const Stream& stream)
+      : stream_(stream),
+        layout_(packed_layout(vit_parameters(config.model))),
+        loader_(data.train, train_loader(config, comm, 0)),
+        model_(config.model, stream, layout_,
+               {.max_batch = config.batch_size,
+                .precision = config.precision,
+                .groups = gradient_groups(config, comm.device(), comm.world())}),
+        gradients_(make_buffer<float>(comm.device(), layout_.elements)),
+        totals_(make_buffer<double>(comm.device(), 2)),
+        scale_(static_cast<float>(comm.world()) / static_cast<float>(config.global_batch())),
+        weights_(std::move(weights)) {
+    fill_zero(stream_, gradients_.data(), gradients_.bytes());  // gaps between tensors stay zero
+    model_.load(*weights_);
+    batch_ = loader_.next(stream_);
+    stream_.synchronize();
+  }
+
+  Timing time(double budget_ms) {
+    return time_runs(
+        stream_, [&] { enqueue(); }, budget_ms);
+  }
+
+  // Returns the gradients after one update by this rank's own gradients. A new model's head is zero, so that
+  // its first gradients are zero below the head. The update moves each weight equally, as AdamW's first does.
+  std::vector<float> gradients_after_update() {
+    constexpr float kUpdate = 1e-3f;
+    std::vector<float> weights = *weights_;
+    const std::vector<float> first = gradients();
+    for (size_t i = 0; i < weights.size(); ++i) {
+      if (first[i] != 0) weights[i] -= std::copysign(kUpdate, first[i]);
+    }
+    model_.load(weights);
+    return gradients();
+  }
+
+  // Returns the time of a step of the run's optimizer, which changes the weights.
+  double optimizer_ms(const TrainConfig& config, double budget_ms) {
+    Optimizer optimizer(config, stream_, {{0, layout_.elements}}, optimizer_matrices(config, layout_));
+    optimizer.prepare(stream_, 0, config.lr);
+    const auto step = [&] {
+      optimizer.step(stream_, {model_.weights().as<float>()}, {gradients_.as<const float>()},
+                     model_.rounded_weights());
+    };
+    return time_runs(stream_, step, budget_ms).mean_ms;
+  }
+
+  std::vector<float> gradients() {
+    enqueue();
+    return to_host(stream_, gradients_.as<const float>(), layout_.elements);
+  }
+
+ private:
+  void enqueue() {
+    model_.forward(batch_.images, batch_.count);
+    model_.backward(batch_.labels, totals_.as<double>(), scale_, gradients_.as<float>(), false, {});
+  }
+
+  const Stream stream_;
+  const ParameterLayout layout_;
+  Loader loader_;
+  Vit model_;
+  Buffer gradients_, totals_;
+  const float scale_;
+  const Weights weights_;
+  Loader::Batch batch_;
+};
+
+// Returns the tensors of the largest bucket.
+std::vector<GradientTensor> largest_bucket(const std::vector<GradientTensor>& tensors, int64_t bucket_bytes) {
+  const std::vector<BucketRange> buckets = lay_out(tensors, 1, bucket_bytes).buckets;
+  const BucketRange& largest = *std::ranges::max_element(buckets, {}, &BucketRange::elements);
+  return {tensors.begin() + largest.first_tensor, tensors.begin() + largest.last_tensor};
+}
+
+// `starts`: the weights are those from which a run starts.
+RanksReport measure_and_choose(const TrainConfig& config, const Choices& choices, const DataSplits& data,
+                               const Weights& weights, bool starts, Communicator& comm) {
+  const std::vector<GradientTensor> tensors = gradient_tensors(config.model);
+  constexpr double kOptimizerBudgetMs = 100;
+  std::vector<float> gradients;
+  double optimizer_ms = 0;
+  Examination what{.choices = choices, .bucket = largest_bucket(tensors, config.bucket_bytes())};
+  what.compute = [&](const Stream& stream, double budget_ms) {
+    FirstStep first(config, data, weights, comm, stream);
+    const Timing timing = first.time(budget_ms);
+    // All ranks take as long, so that none waits for rank 0.
+    std::vector<float> later = starts ? first.gradients_after_update() : first.gradients();
+    if (comm.rank() == 0) gradients = std::move(later);
+    optimizer_ms = first.optimizer_ms(config, kOptimizerBudgetMs);
+    return timing;
+  };
+  what.optimizer_ms = [&] { return optimizer_ms; };
+  what.error = [&](const std::string& spec) {
+    // A failure ends a run that has not started, but not a run in its steps.
+    if (starts) return encode_errors(comm.device(), tensors, gradients, {spec})[0];
+    return try_encode_error(comm.device(), tensors, gradients, spec)
+        .value_or(std::numeric_limits<double>::quiet_NaN());
+  };
+  RanksReport report = examine_ranks(comm, config, what);
+  if (starts && !std::isfinite(report.costs.errors.at(choices.specs[0]))) {
+    throw BadInput(
+        "--compression auto: the gradients of the first batch are not finite, so that no error can be "
+        "measured; lower --lr or check --init and the data, or name a spec, such as bf16");
+  }
+  return report;
+}
+
+}  // namespace
+
+RanksReport choose_compression(const TrainConfig& config, const AutoPlan& plan, const DataSplits& data,
+                               Communicator* comm) {
+  const bool starts = config.resume.empty();
+  InitialWeights initial(config.seed, starts ? config.init : weights_path(config.resume));
+  const auto examine = [&](Communicator& mine) {
+    const std::vector<VitParameter> parameters = vit_parameters(config.model);
+    return measure_and_choose(config, plan.choices, data, initial.get(parameters, packed_layout(parameters)),
+                              starts, mine);
+  };
+  if (comm == nullptr) return examine_group(config, nullptr, examine);
+  try {
+    check_agreement(
+        fmt::format("{}\n\"auto\": {}", described_run(config, plan.about_data), plan.request.to_string()),
+        *comm);
+    // A separate group on the host, so that waits of the measurement do not count as waits of the run.
+    const std::unique_ptr<Communicator> group =
+        comm->device().is_host() ? comm->split(0, comm->rank()) : nullptr;
+    RanksReport report = examine_group(config, group != nullptr ? group.get() : comm, examine);
+    comm->barrier();  // keeps the group open until every rank is done
+    comm->set_link_costs(report.links);
+    return report;
+  } catch (const std::exception& error) {
+    comm->abort(error.what());
+    throw;
+  }
+}
+
+RanksReport choose_again(const TrainConfig& config, const AutoPlan& plan, const DataSplits& data,
+                         std::vector<float> weights, Communicator& comm) {
+  Choices choices = plan.choices;
+  const std::string spec = config.compression.to_string();
+  if (std::ranges::find(choices.specs, spec) == choices.specs.end()) choices.specs.push_back(spec);
+  RanksReport report = measure_and_choose(
+      config, choices, data, std::make_shared<std::vector<float>>(std::move(weights)), false, comm);
+  comm.set_link_costs(report.links);
+  Recommendation& r = report.recommendation;
+  const auto present = std::ranges::find(r.best, spec, &Prediction::spec);
+  Prediction same = predict_step(report.costs, spec, std::llround(config.bucket_mb));
+  const bool finite = std::isfinite(report.costs.errors.at(choices.specs[0]));  // the gradients
+  if (!finite || (r.allows(same) && same.step_ms <= choices.tie * r.best[r.chosen].step_ms)) {
+    add_interval(report.costs, same);
+    *present = same;
+    r.chosen = static_cast<size_t>(present - r.best.begin());
+  }
+  return report;
+}
+
+std::string plan_flags(const TrainConfig& config) {
+  return fmt::format("--compression {} --bucket-mb {}", config.compression.to_string(), config.bucket_mb);
+}
+
+PredictedStep predicted_step(const RanksReport& report) {
+  const Prediction& p = report.recommendation.best[report.recommendation.chosen];
+  return {.parts = {.compute_ms = p.compute_ms,
+                    .kernels_ms = p.kernels_ms,
+                    .links_ms = p.links_ms,
+                    .exposed_ms = p.exposed_ms,
+                    .optimizer_ms = report.costs.optimizer_ms,
+                    .step_ms = p.step_ms},
+          .low_ms = p.low_ms,
+          .high_ms = p.high_ms};
+}
+
+std::string choice_record(const RanksReport& report, const AutoCompression& request, const VitConfig& model,
+                          int64_t step, const std::string& why) {
+  Json json{{"type", "choice"}, {"step", step}, {"request", request.to_string()}};
+  if (!why.empty()) json["why"] = why;
+  json["ranks"] = ranks_json(report);
+  json["prediction"] = prediction_json(report, model);
+  return json_text(json);
+}
+
+void apply_choice(const RanksReport& report, TrainConfig& config) {
+  const Prediction& chosen = report.recommendation.best[report.recommendation.chosen];
+  config.compression = CompressionSpec::parse(chosen.spec);
+  config.bucket_mb = static_cast<double>(chosen.bucket_mb);
 }
 
 }  // namespace gradwire

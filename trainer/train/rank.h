@@ -8,8 +8,11 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "collectives/agreement/statements.h"
@@ -24,20 +27,74 @@
 #include "trainer/log/observer.h"
 #include "trainer/log/trace_file.h"
 #include "trainer/measure/peaks.h"
+#include "trainer/model/parameters.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/deferred_update.h"
-#include "trainer/train/drift.h"
 #include "trainer/train/elastic.h"
-#include "trainer/train/evaluator.h"
-#include "trainer/train/initial_weights.h"
 #include "trainer/train/optimizer_state.h"
 #include "trainer/train/plan_change.h"
-#include "trainer/train/profiling.h"
-#include "trainer/train/rank_reports.h"
 #include "trainer/train/run_reporter.h"
 #include "trainer/train/weight_shards.h"
 
 namespace gradwire {
+
+// Evaluates the trained model on this rank's share of the test set.
+
+class Evaluator {
+ public:
+  // Allocates an evaluator. `data` and `model` must outlive the object. The model's ops run on `stream`.
+  Evaluator(const TrainConfig& config, const Dataset& data, const Communicator& comm, const Stream& stream,
+            const Vit& model);
+
+  // Returns the memory of an evaluator in bytes, without the weights of `model`.
+  static int64_t bytes(const TrainConfig& config, const Stream& stream, const Vit& model);
+
+  // Returns the loss and correct answers on this rank's images. The ranks' shares cover the test set exactly
+  // once. Waits for the stream.
+  RankReports::Report run();
+
+ private:
+  Stream stream_;
+  Loader loader_;
+  Vit model_;      // shares the weights of the trained model
+  Buffer totals_;  // sum of losses and correct answers, two doubles
+};
+
+// The weights from which all ranks start. They are drawn once, copied by each rank, and freed after the last
+// copy.
+
+class InitialWeights {
+ public:
+  // Selects the source of the weights: `file`, or the seed if `file` is empty.
+  explicit InitialWeights(uint64_t seed, std::string file = {}) : seed_(seed), file_(std::move(file)) {}
+
+  // Returns the weights: a pure function of the arguments and the seed or file. Callers share the result
+  // while any caller holds it.
+  std::shared_ptr<const std::vector<float>> get(const std::vector<VitParameter>& parameters,
+                                                const ParameterLayout& layout) {
+    std::lock_guard lock(mutex_);
+    auto values = values_.lock();
+    if (values == nullptr || layout.offsets != layout_.offsets || layout.elements != layout_.elements) {
+      auto fresh = std::make_shared<std::vector<float>>(static_cast<size_t>(layout.elements));
+      if (file_.empty()) {
+        vit_initialize(parameters, layout, seed_, *fresh);
+      } else {
+        load_weights(file_, parameters, layout, /*checksum_required=*/false, *fresh);
+      }
+      values = fresh;
+      values_ = values;
+      layout_ = layout;
+    }
+    return values;
+  }
+
+ private:
+  const uint64_t seed_;
+  const std::string file_;
+  std::mutex mutex_;
+  std::weak_ptr<const std::vector<float>> values_;
+  ParameterLayout layout_;
+};
 
 struct AutoPlan;  // choose_compression.h
 
@@ -178,5 +235,24 @@ class RankTrainer {
   bool joiners_wait_ = false;  // joiners were waiting at the latest harvested step
   bool carried_ = false;  // the gradient buffer has a checkpoint's residuals, to which the first step adds
 };
+
+// The options of the loader of training batches.
+
+// Returns the options for a rank of `comm`. `first_batch`: batches to skip.
+inline LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm, int64_t first_batch) {
+  return {.rank = comm.rank(),
+          .world = comm.world(),
+          .batch_size = config.batch_size,
+          .global_batch = config.micro_batch(),
+          .group = config.accumulate,
+          .shuffle = true,
+          .drop_last = true,
+          .augment = config.augment,
+          .seed = config.seed,
+          .first_batch = first_batch,
+          // One batch trains while the next batch is loaded. A graph needs all batches of a step at once.
+          .slots = config.graph ? 2 * config.accumulate : 2,
+          .device = comm.device()};
+}
 
 }  // namespace gradwire

@@ -4,11 +4,13 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
@@ -21,9 +23,38 @@
 #include "trainer/data/dataset.h"
 #include "trainer/train/agreement.h"
 #include "trainer/train/elastic.h"
-#include "trainer/train/rank_run.h"
+#include "trainer/train/plan_change.h"
+#include "trainer/train/rank.h"
 
 namespace gradwire {
+
+// A rank's run from start to end: one RankTrainer or, with --compression auto, one after another, each with
+// the plan that was the best when it began.
+
+class RankRun {
+ public:
+  // Prepares a run. `shared` and `comm` must outlive the object.
+  RankRun(const SharedRun& shared, Communicator& comm);
+  ~RankRun();
+  RankRun(const RankRun&) = delete;
+
+  // Trains to the end of the run or, with --elastic, until the group has grown.
+  void run();
+  // Adds this rank's spans to the trace file after a failure.
+  void keep_trace();
+
+ private:
+  void replan();
+
+  TrainConfig config_;  // with the latest plan
+  SharedRun shared_;
+  Communicator& comm_;
+  std::optional<PlanChange> plan_change_;
+  std::optional<ReplanRecord> record_;
+  int64_t quiet_ = 0;  // steps before the next plan may be questioned
+  std::unique_ptr<RankTrainer> trainer_;
+};
+
 namespace {
 
 // Keeps the first error, and aborts all other ranks.
@@ -236,6 +267,63 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   threads.clear();  // joins the threads
   if (shared.trace != nullptr && failure.happened()) trace.write_rest(failure.text());
   failure.rethrow();
+}
+
+namespace {
+
+// After a plan that was questioned and kept, the next alarm must wait, twice as long each time.
+constexpr int64_t kFirstQuiet = 100, kMostQuiet = 10'000;
+
+}  // namespace
+
+RankRun::RankRun(const SharedRun& shared, Communicator& comm)
+    : config_(shared.config),
+      shared_{.config = config_,
+              .data = shared.data,
+              .observer = shared.observer,
+              .reports = shared.reports,
+              .initial = shared.initial,
+              .peaks = shared.peaks,
+              .trace = shared.trace,
+              .instant = shared.instant,
+              .elastic = shared.elastic,
+              .plan = shared.plan},
+      comm_(comm) {}
+
+RankRun::~RankRun() = default;
+
+void RankRun::run() {
+  while (true) {
+    trainer_ = std::make_unique<RankTrainer>(shared_, comm_);
+    if (plan_change_) plan_change_->free();
+    trainer_->run();
+    if (!trainer_->plan_change()) return;
+    plan_change_ = std::move(trainer_->plan_change());
+    trainer_.reset();  // frees the memory that the measurement needs
+    replan();
+  }
+}
+
+void RankRun::replan() {
+  const std::string before = plan_flags(config_);
+  const RanksReport report = choose_again(config_, *shared_.plan, shared_.data, plan_change_->weights, comm_);
+  apply_choice(report, config_);
+  config_.resume.clear();  // plan_change_ has the state
+  const int64_t step = plan_change_->position.step;
+  record_ = {.step = step,
+             .why = plan_change_->why,
+             .before = before,
+             .after = plan_flags(config_),
+             .predicted = predicted_step(report),
+             .choice = choice_record(report, shared_.plan->request, config_.model, step, plan_change_->why)};
+  quiet_ = record_->before == record_->after ? std::clamp(2 * quiet_, kFirstQuiet, kMostQuiet) : 0;
+  shared_.plan_change = &*plan_change_;
+  shared_.replanned = &*record_;
+  shared_.quiet = quiet_;
+}
+
+void RankRun::keep_trace() {
+  if (trainer_) trainer_->keep_trace();
 }
 
 }  // namespace gradwire

@@ -12,7 +12,7 @@ namespace gradwire {
 
 class Communicator;  // collectives/communicator/communicator.h
 struct DataSplits;   // trainer/data/dataset.h
-struct AutoPlan;     // trainer/train/choose_compression.h
+struct AutoPlan;     // trainer/train/plan_change.h
 
 // Trains from fresh weights, a weight file (config.init) or a checkpoint (config.resume) on config.ranks()
 // ranks, one thread each. Returns after reporting the last evaluation. Throws the first failing rank's

@@ -3,19 +3,103 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <deque>
+#include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
+#include "collectives/agreement/statements.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/reducer.h"
+#include "runtime/device/device.h"
+#include "runtime/trace/trace.h"
 #include "trainer/config/config.h"
 #include "trainer/log/observer.h"
-#include "trainer/train/rank_reports.h"
-#include "trainer/train/training_marks.h"
+#include "trainer/log/trace_file.h"
 #include "trainer/train/weight_shards.h"
 
 namespace gradwire {
+
+// Sends each rank's numbers for the log to rank 0: losses, test totals, parameter hashes.
+//
+// post() never blocks, so no step waits for a report. Only collect() on rank 0 blocks. Round k consists of
+// the k-th report of every rank.
+
+class RankReports {
+ public:
+  struct Report {
+    double loss = 0;     // sum over the images
+    double correct = 0;  // correct answers
+    int64_t images = 0;
+    uint64_t hash = 0;                  // hash of the parameters
+    std::vector<double> waited_s = {};  // seconds waited for each rank so far; may be empty
+  };
+
+  virtual ~RankReports() = default;
+  virtual void post(int rank, const Report& report) = 0;
+  // Returns the reports of the next round, in rank order. Blocks until every rank has posted its report.
+  // Throws CommError if a rank does not post in time, or after abort().
+  virtual std::vector<Report> collect() = 0;
+  virtual void abort(const std::string& reason) = 0;
+};
+
+// Reports of ranks that are threads of one process. All ranks share one object.
+class LocalRankReports final : public RankReports {
+ public:
+  LocalRankReports(int world, std::chrono::milliseconds timeout);
+  void post(int rank, const Report& report) override;
+  std::vector<Report> collect() override;
+  void abort(const std::string& reason) override;
+
+ private:
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::deque<Report>> posted_;
+  std::string aborted_;  // the reason; empty while not aborted
+};
+
+// Reports of ranks that are processes. Each rank has a separate object, which sends the reports as messages
+// of the communicator.
+class MessageRankReports final : public RankReports {
+ public:
+  explicit MessageRankReports(Communicator& comm) : comm_(comm) {}
+  void post(int rank, const Report& report) override;
+  std::vector<Report> collect() override;
+  void abort(const std::string& reason) override;
+
+ private:
+  Communicator& comm_;
+};
+
+// The times of one training step: marks on the rank's stream, and times on the rank's thread.
+
+struct TrainingMarks {
+  // The marks of a micro-batch: the starts of the three phases, and the end of the last phase.
+  struct Micro {
+    Event data, forward, backward, done;
+  };
+  // --overlap-forward: the wait for a bucket's gradients, and the update of the bucket's weights.
+  struct Update {
+    Event wait, begin, end;
+  };
+  int64_t step = -1;
+  SteadyTime enqueue_begin, enqueue_end, wait_begin, wait_end;  // times on the thread
+  std::vector<Micro> micros;                                    // config.accumulate elements
+  Event reduced, end;           // the gradients are averaged; the parameters are updated
+  std::vector<Update> updates;  // one per bucket; empty without --overlap-forward
+  // Parameters are updated inside the next forward, not after this step's backward.
+  bool updated_in_forward = false;
+
+  double backward_ms() const {
+    double ms = 0;
+    for (const Micro& micro : micros) ms += elapsed_ms(micro.backward, micro.done);
+    return ms;
+  }
+};
 
 class RunReporter {
  public:
@@ -66,6 +150,38 @@ class RunReporter {
   Clock clock_;
   std::chrono::steady_clock::time_point next_waits_ = {};  // when this rank reports its waits again
   std::vector<std::vector<double>> latest_waits_;          // of each rank; used only on rank 0
+};
+
+// One rank's side of --trace and --trace-steps.
+
+// Starts CUDA's profiler before the first step of --trace-steps, and stops it after the last.
+// Call before each step, and once after the last step of the run.
+void profile(const TrainConfig& config, Communicator& comm, const Stream& stream, int64_t step);
+
+// --trace: collects the spans of this rank's steps from the marks that the log uses.
+class RankTrace {
+ public:
+  // Prepares the trace. `file`: null without --trace; the class then does nothing. `instant`: time 0 of the
+  // trace.
+  RankTrace(const TrainConfig& config, Communicator& comm, TraceFile* file, const SharedInstant& instant);
+
+  // Returns the sink for spans within the phases of a step; null without --trace.
+  Tracer* tracer() { return tracer_ ? &*tracer_ : nullptr; }
+  // Adds the spans of a finished step, which ended at `end`. The last traced step sends all spans to the
+  // trace file.
+  void add(const TrainingMarks& marks, const Event& end, const std::string& row, const Reducer& reducer);
+  // Adds the spans to the trace file after a failure, unless they were already added.
+  void keep();
+
+ private:
+  std::string text();
+  void send_spans();
+
+  const TrainConfig& config_;
+  Communicator& comm_;
+  TraceFile* const file_;
+  const SharedInstant instant_;
+  std::optional<Tracer> tracer_;
 };
 
 }  // namespace gradwire
