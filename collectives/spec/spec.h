@@ -4,16 +4,37 @@
 // CompressionSpec::grammar() lists all options; docs/formats.md explains them.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "collectives/schedule/schedule.h"
-#include "collectives/spec/residual_policy.h"
 #include "kernels/wire/format.h"
 
 namespace gradwire {
+
+// The options of a spec that say what a rank does with the values that its encodes lose, and when compression
+// begins. They apply to every codec and format.
+
+struct ResidualPolicy {
+  // on: the errors of a step are added to the next step's gradient. ef21: ranks send the difference from an
+  // estimate of their gradient (policy_codec.cpp).
+  enum class Feedback : uint8_t { off, on, ef21 };
+  Feedback feedback = Feedback::on;
+  double decay = 1.0;  // ef_decay: the share of the residual that is added to the next step's gradient
+  int64_t start = 0;   // [PyTorch: start_powerSGD_iter, 1000] first compressed step; earlier steps send FP32
+  int64_t ramp = 0;    // steps, from `start` on, in formats wider than the spec's
+  double momentum = 0.0;  // momentum correction, for codecs that send a few of the values
+  double max_norm =
+      0.0;  // times 1 / sqrt(ranks): the largest norm of a tensor's gradient on a rank; 0: not clipped
+
+  bool keeps_errors() const { return feedback != Feedback::off; }
+  // Returns which of `stages` formats, of which the last is the spec's, step `step` uses.
+  size_t stage(int64_t step, size_t stages) const;
+  bool operator==(const ResidualPolicy&) const = default;
+};
 
 inline constexpr const char* kDenseAuto = "auto";
 
