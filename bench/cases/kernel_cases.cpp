@@ -12,8 +12,8 @@
 #include "kernels/powersgd/orthonormalize.h"
 #include "kernels/powersgd/powersgd.h"
 #include "kernels/randk/randk.h"
-#include "kernels/wire/format.h"
 #include "kernels/wire/floats.h"
+#include "kernels/wire/format.h"
 #include "runtime/util/error.h"
 
 namespace gradwire::bench {

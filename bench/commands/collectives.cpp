@@ -1,7 +1,7 @@
 // gradwire-bench collectives: every schedule, compression and transport, with the flags and columns of
 // nccl-tests. The baseline is gloo's or NCCL's allreduce.
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -27,8 +27,8 @@
 #include "collectives/transport/tcp/tcp.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
-#include "trainer/cli/launcher.h"
 #include "trainer/cli/flags.h"
+#include "trainer/cli/launcher.h"
 
 namespace gradwire::bench {
 

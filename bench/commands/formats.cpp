@@ -11,8 +11,8 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "bench/cases/kernel_cases.h"
 #include "bench/cases/collective_case.h"
+#include "bench/cases/kernel_cases.h"
 #include "bench/cases/test_rows.h"
 #include "bench/commands/main.h"
 #include "bench/harness/measure.h"

@@ -5,9 +5,9 @@
 #include "bench/commands/main.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
-#include "runtime/util/signals.h"
 #include "runtime/util/file.h"
 #include "runtime/util/parse.h"
+#include "runtime/util/signals.h"
 #include "trainer/cli/parse_error.h"
 
 namespace {

@@ -20,8 +20,8 @@
 #include "runtime/util/error.h"
 #include "trainer/data/dataset.h"
 #include "trainer/model/vit.h"
-#include "trainer/train/weight_shards.h"
 #include "trainer/train/optimizer_state.h"
+#include "trainer/train/weight_shards.h"
 
 namespace gradwire::bench {
 namespace {

@@ -15,16 +15,16 @@
 
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/functions.h"
-#include "collectives/net/reach.h"
-#include "collectives/net/listener.h"
-#include "collectives/net/store.h"
 #include "collectives/net/handshake.h"
+#include "collectives/net/listener.h"
+#include "collectives/net/reach.h"
+#include "collectives/net/store.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/tcp/tcp.h"
 #include "collectives/transport/transport.h"
 #include "kernels/wire/registered.h"
-#include "runtime/threads/thread.h"
 #include "runtime/threads/running_clock.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 
 namespace gradwire::c_api {

@@ -160,7 +160,8 @@ constexpr size_t kMaxSecretBytes = 4096;
 
 std::string checked_secret(const std::string& source, std::string text) {
   const auto refuse = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}", source, why)); };
-  if (text.size() > kMaxSecretBytes) refuse(fmt::format("the secret is longer than {} bytes", kMaxSecretBytes));
+  if (text.size() > kMaxSecretBytes)
+    refuse(fmt::format("the secret is longer than {} bytes", kMaxSecretBytes));
   if (text.find('\0') != text.npos) refuse("the secret contains a NUL byte; use text, such as base64");
   if (text.starts_with("\xEF\xBB\xBF")) text.erase(0, 3);  // the byte order mark of some editors
   text.erase(text.find_last_not_of(" \t\r\n") + 1);

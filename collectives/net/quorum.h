@@ -34,9 +34,9 @@
 #include <string>
 #include <vector>
 
+#include "collectives/net/handshake.h"
 #include "collectives/net/listener.h"
 #include "collectives/net/reach.h"
-#include "collectives/net/handshake.h"
 #include "collectives/net/socket.h"
 #include "runtime/threads/running_clock.h"
 #include "runtime/threads/thread.h"

@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "collectives/net/handshake.h"
-#include "collectives/net/membership.h"
 #include "collectives/net/listener.h"
+#include "collectives/net/membership.h"
 #include "collectives/net/socket.h"
 #include "collectives/net/store.h"
 #include "runtime/util/error.h"

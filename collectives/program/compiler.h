@@ -12,8 +12,8 @@
 
 #include "collectives/program/program.h"
 #include "collectives/transport/transport.h"
-#include "kernels/wire/format.h"
 #include "kernels/wire/floats.h"
+#include "kernels/wire/format.h"
 
 namespace gradwire {
 

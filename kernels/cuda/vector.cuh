@@ -6,8 +6,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "kernels/math/small_float.h"
 #include "kernels/math/column_chunks.h"
+#include "kernels/math/small_float.h"
 #include "runtime/device/launch.cuh"
 
 #ifdef __CUDACC__

@@ -136,8 +136,8 @@ void momentum_mask(CudaStream stream, const MomentumMask& a) {
                          Alignment(kWidth).with(a.grad).with(a.momentum).split(a.count), a);
 }
 
-// Clipping on CUDA (see kernels/feedback/feedback.h): one launch for the sums of chunks, one that adds them in
-// every block and scales. A block whose array is not clipped ends there.
+// Clipping on CUDA (see kernels/feedback/feedback.h): one launch for the sums of chunks, one that adds them
+// in every block and scales. A block whose array is not clipped ends there.
 
 namespace {
 

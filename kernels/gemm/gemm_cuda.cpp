@@ -12,8 +12,8 @@
 // handle uses. Each thread therefore keeps one handle per (device, stream), with a separate workspace, made
 // at the first product on that stream. Therefore a CUDA graph is captured after one plain run. FP32 products
 // use TF32 only when requested.
-#include <cublas_v2.h>
 #include <cublasLt.h>
+#include <cublas_v2.h>
 #include <cuda_runtime_api.h>
 #include <fmt/core.h>
 
@@ -32,8 +32,8 @@
 
 #include "kernels/gemm/gemm.h"
 #include "kernels/gemm/tuning.h"
-#include "runtime/device/device_cuda.h"
 #include "runtime/device/device.h"
+#include "runtime/device/device_cuda.h"
 #include "runtime/threads/thread.h"
 
 namespace gradwire::cuda {

@@ -1,7 +1,6 @@
 // Scalar product with double accumulation.
 #include "kernels/gemm/gemm.h"
 
-
 namespace gradwire::reference {
 namespace {
 

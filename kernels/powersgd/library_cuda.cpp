@@ -16,8 +16,8 @@
 #include <utility>
 
 #include "kernels/powersgd/library.h"
-#include "runtime/device/device_cuda.h"
 #include "runtime/device/device.h"
+#include "runtime/device/device_cuda.h"
 #include "runtime/threads/thread.h"
 
 #define GW_TEXT_OF(x) #x

@@ -1,4 +1,5 @@
-// Pack and unpack (see kernels/powersgd/powersgd.h): blockIdx.y is the segment, divided among the blocks along x.
+// Pack and unpack (see kernels/powersgd/powersgd.h): blockIdx.y is the segment, divided among the blocks
+// along x.
 #include "kernels/powersgd/powersgd.h"
 
 #include <algorithm>

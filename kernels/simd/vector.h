@@ -352,7 +352,8 @@ void combine_partial_sums(const PartialSums& of);
 
 namespace gradwire {
 
-// The instruction set for which the host's loops (kernels/simd/vector.h) were compiled and run in this process.
+// The instruction set for which the host's loops (kernels/simd/vector.h) were compiled and run in this
+// process.
 //
 // Sums over vectors have the same bits in two processes only if the level is the same. Therefore ranks that
 // compute identical values locally must have the same level.

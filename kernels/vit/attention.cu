@@ -15,8 +15,8 @@
 // the limit is memory bandwidth, with FP32 the FMAs. Deterministic: sums in fixed order, no atomics.
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/gelu.h"
-#include "kernels/vit/attention.h"
 #include "kernels/vit/attention.cuh"
+#include "kernels/vit/attention.h"
 #include "kernels/vit/elementwise.h"
 
 namespace gradwire::cuda {

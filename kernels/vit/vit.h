@@ -15,5 +15,5 @@
 
 #include "kernels/vit/attention.h"
 #include "kernels/vit/elementwise.h"
-#include "kernels/vit/softmax.h"
 #include "kernels/vit/layer_norm.h"
+#include "kernels/vit/softmax.h"

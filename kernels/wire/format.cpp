@@ -7,8 +7,8 @@
 #include <deque>
 #include <mutex>
 
-#include "kernels/wire/floats.h"
 #include "kernels/wire/block_formats.h"
+#include "kernels/wire/floats.h"
 #include "kernels/wire/fp8.h"
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"

@@ -1,4 +1,5 @@
-// Block-scaled FP8 on the wire: E4M3 codes, one power-of-two scale per 128 values (kernels/math/small_float.h).
+// Block-scaled FP8 on the wire: E4M3 codes, one power-of-two scale per 128 values
+// (kernels/math/small_float.h).
 //
 // The encoding of `count` values is fp8_wire_bytes(count) long: count codes, padding to a multiple of 16,
 // then one scale byte per block of 128 values; the last block may be short. The size is 1.0078 bytes per

@@ -3,11 +3,11 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/math/small_float.h"
 #include "kernels/math/random.h"
-#include "kernels/wire/floats.h"
+#include "kernels/math/small_float.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/block_formats.h"
+#include "kernels/wire/floats.h"
 #include "kernels/wire/fp8.h"
 
 namespace gradwire::reference {

@@ -8,9 +8,9 @@
 #include <exception>
 #include <type_traits>
 
-#include "runtime/device/graph.h"
-#include "runtime/device/device_impl.h"
 #include "runtime/device/device.h"
+#include "runtime/device/device_impl.h"
+#include "runtime/device/graph.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 

@@ -13,8 +13,8 @@
 #include <thread>
 #include <utility>
 
-#include "runtime/device/graph.h"
 #include "runtime/device/device_impl.h"
+#include "runtime/device/graph.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

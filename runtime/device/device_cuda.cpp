@@ -9,10 +9,10 @@
 #include <tuple>
 #include <utility>
 
+#include "runtime/device/device.h"
 #include "runtime/device/device_cuda.h"
 #include "runtime/device/device_impl.h"
 #include "runtime/device/nvtx.h"
-#include "runtime/device/device.h"
 #include "runtime/threads/thread.h"
 
 namespace gradwire::cuda {

@@ -9,8 +9,8 @@
 #include <mutex>
 #include <new>
 
-#include "runtime/device/device_impl.h"
 #include "runtime/device/device.h"
+#include "runtime/device/device_impl.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 

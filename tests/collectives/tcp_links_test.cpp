@@ -12,8 +12,8 @@
 #include <thread>
 #include <vector>
 
-#include "runtime/util/hash.h"
 #include "runtime/util/error.h"
+#include "runtime/util/hash.h"
 
 // Imitates poll() on a busy machine. A rank's thread calls poll() late. The links' thread returns from poll()
 // late, with all events up to then.

@@ -2,8 +2,8 @@
 #include <string>
 
 #include "tests/fuzz/files.h"
-#include "trainer/log/records.h"
 #include "trainer/log/console.h"
+#include "trainer/log/records.h"
 
 namespace gradwire::fuzz {
 

@@ -1,7 +1,6 @@
 // Error feedback's passes equal their reference, also for non-finite values.
 #include "kernels/feedback/feedback.h"
 
-
 #include <limits>
 
 #include "tests/kernels/backend.h"

@@ -1,5 +1,5 @@
-// Tests that large results, which the host writes with streaming stores (kernels/simd/vector.h), have the same
-// bits.
+// Tests that large results, which the host writes with streaming stores (kernels/simd/vector.h), have the
+// same bits.
 #include <gtest/gtest.h>
 
 #include "kernels/powersgd/powersgd.h"

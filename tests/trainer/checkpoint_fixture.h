@@ -17,8 +17,8 @@
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/checkpoint/head.h"
-#include "trainer/train/weight_shards.h"
 #include "trainer/train/optimizer_state.h"
+#include "trainer/train/weight_shards.h"
 
 namespace gradwire::testing {
 

@@ -6,8 +6,8 @@
 
 #include "runtime/device/graph.h"
 #include "trainer/model/vit.h"
-#include "trainer/train/weight_shards.h"
 #include "trainer/train/optimizer_state.h"
+#include "trainer/train/weight_shards.h"
 
 namespace gradwire {
 namespace {

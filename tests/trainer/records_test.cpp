@@ -14,8 +14,8 @@
 #include "tests/support/expect.h"
 #include "tests/trainer/files.h"
 #include "tests/trainer/records.h"
-#include "trainer/log/summary.h"
 #include "trainer/log/console.h"
+#include "trainer/log/summary.h"
 
 namespace gradwire {
 namespace {

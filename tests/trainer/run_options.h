@@ -5,8 +5,8 @@
 #include <optional>
 #include <string>
 
-#include "trainer/cli/launcher.h"
 #include "trainer/cli/flags.h"
+#include "trainer/cli/launcher.h"
 
 namespace gradwire::testing {
 

@@ -15,15 +15,15 @@
 #include "tests/support/thinned.h"
 #include "tests/support/threads.h"
 #include "tests/trainer/runs.h"
-#include "trainer/model/vit.h"
 #include "trainer/model/parameters.h"
+#include "trainer/model/vit.h"
+#include "trainer/train/agreement.h"
 #include "trainer/train/deferred_update.h"
 #include "trainer/train/optimizer_state.h"
-#include "trainer/train/weight_shards.h"
-#include "trainer/train/agreement.h"
 #include "trainer/train/rank.h"
-#include "trainer/train/run_reporter.h"
 #include "trainer/train/run.h"
+#include "trainer/train/run_reporter.h"
+#include "trainer/train/weight_shards.h"
 
 namespace gradwire {
 namespace {

@@ -152,7 +152,6 @@ void check_names(const SafetensorsReader& file, const std::vector<VitParameter>&
   if (!why.empty()) throw BadInput(fmt::format("{}: not the weights of this model{}", file.path(), why));
 }
 
-
 Json about_file(const RankState& rank, const TrainConfig& config, const Position& position) {
   // The reducer's constructor has measured the costs if there is a choice, so this call does not measure.
   const LinkCosts& links = rank.comm.link_costs(rank.stream, {.kind = config.compression.schedule});

@@ -14,9 +14,9 @@
 #include "runtime/util/parse.h"
 #include "runtime/util/signals.h"
 #include "trainer/cli/session.h"
-#include "trainer/log/summary.h"
 #include "trainer/log/console.h"
 #include "trainer/log/records.h"
+#include "trainer/log/summary.h"
 
 namespace gradwire {
 namespace {

@@ -1,7 +1,7 @@
 #include "trainer/cli/flags.h"
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <limits>

@@ -14,8 +14,8 @@
 
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
-#include "trainer/cli/launcher.h"
 #include "trainer/cli/commands.h"
+#include "trainer/cli/launcher.h"
 #include "trainer/config/config.h"
 #include "trainer/data/dataset.h"
 #include "trainer/measure/recommend.h"

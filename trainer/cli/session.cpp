@@ -1,8 +1,8 @@
 #include "trainer/cli/session.h"
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 #include <unistd.h>
+#include <CLI/CLI.hpp>
 
 #include <chrono>
 #include <cmath>
@@ -20,20 +20,20 @@
 #include "runtime/util/signals.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
+#include "trainer/cli/commands.h"
 #include "trainer/cli/compare.h"
 #include "trainer/cli/doctor.h"
 #include "trainer/cli/flags.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/cli/parse_error.h"
-#include "trainer/cli/commands.h"
 #include "trainer/log/console.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/records.h"
 #include "trainer/measure/peaks.h"
 #include "trainer/train/agreement.h"
-#include "trainer/train/weight_shards.h"
-#include "trainer/train/run.h"
 #include "trainer/train/plan_change.h"
+#include "trainer/train/run.h"
+#include "trainer/train/weight_shards.h"
 
 namespace gradwire {
 namespace {

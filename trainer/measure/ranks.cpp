@@ -15,10 +15,10 @@
 #include "runtime/device/device_cuda.h"
 #include "trainer/log/console.h"
 #include "trainer/log/summary.h"
-#include "trainer/measure/recommend.h"
 #include "trainer/measure/peaks.h"
-#include "trainer/model/vit.h"
+#include "trainer/measure/recommend.h"
 #include "trainer/model/parameters.h"
+#include "trainer/model/vit.h"
 
 namespace gradwire {
 namespace {

@@ -28,8 +28,8 @@
 #include "trainer/model/parameters.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/agreement.h"
-#include "trainer/train/rank.h"
 #include "trainer/train/optimizer_state.h"
+#include "trainer/train/rank.h"
 #include "trainer/train/weight_shards.h"
 
 namespace gradwire {

@@ -198,12 +198,10 @@ ncclComm_t NcclCommunicator::derive(const std::string& doing, milliseconds timeo
 #endif  // GRADWIRE_HAS_NCCL
 #ifdef GRADWIRE_HAS_NCCL
 
-
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <thread>
-
 
 namespace gradwire {
 namespace {
@@ -428,13 +426,11 @@ std::string NcclWatch::notify_group(const std::string& cause) {
 #endif  // GRADWIRE_HAS_NCCL
 #ifdef GRADWIRE_HAS_NCCL
 
-
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <mutex>
 #include <thread>
-
 
 namespace gradwire {
 

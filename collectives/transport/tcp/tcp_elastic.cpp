@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
-#include "collectives/net/membership.h"
 #include "collectives/net/handshake.h"
-#include "collectives/transport/transport.h"
+#include "collectives/net/membership.h"
 #include "collectives/transport/tcp/tcp_transport.h"
+#include "collectives/transport/transport.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"

@@ -20,8 +20,8 @@
 #include "collectives/net/handshake.h"
 #include "collectives/net/reach.h"
 #include "collectives/net/socket.h"
-#include "runtime/util/hash.h"
 #include "runtime/util/error.h"
+#include "runtime/util/hash.h"
 
 namespace gradwire {
 namespace {
