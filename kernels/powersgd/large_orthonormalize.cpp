@@ -1,6 +1,6 @@
 // Tiles of the Cholesky factor of the large orthonormalization. Products and additions are rounded
 // separately, so that all processors compute the same bits.
-#include "kernels/powersgd/large_orthonormalize.h"
+#include "kernels/powersgd/large_orthonormalize_simd.h"
 
 #include <algorithm>
 #include <cmath>

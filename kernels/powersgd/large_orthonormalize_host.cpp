@@ -1,7 +1,7 @@
 // Orthonormalization on the host above rank kMostSmallRank. A thread takes a matrix through all passes, so
 // that the matrix stays in its cache. If there are too few matrices, they take each pass together; a task is
 // a block of a Gram matrix, a factor, or some rows.
-#include "kernels/powersgd/large_orthonormalize.h"
+#include "kernels/powersgd/large_orthonormalize_simd.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,0 +1,121 @@
+// The loops of the host's orthonormalization above rank kMostSmallRank, compiled for several instruction
+// sets. Every sum has the order of the rows of its factors, for any width of vectors, so all instruction sets
+// compute the same bits.
+//
+// Floor: a sum's term takes a lane of an FP64 multiply-add, n r^2 terms per matrix for the Gram matrix and
+// the rows together, and 1/3 r^3 for the factor. Zen 4 at 3.6 GHz computes 29 G terms per second and core.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/powersgd/large_orthonormalize.h"
+#include "kernels/simd/vector.h"
+
+namespace gradwire::host {
+
+// The sums that stay in registers: kRows x kVecs vectors.
+struct NarrowSums {
+  using Vec = double __attribute__((vector_size(32)));
+  using Floats = float __attribute__((vector_size(16)));
+  static constexpr int kLanes = 4, kRows = 4, kVecs = 2, kColumns = kVecs * kLanes;
+};
+// For AVX-512: without it, GCC 12 splits operations on 64-byte vectors into scalar operations.
+struct WideSums {
+  using Vec = double __attribute__((vector_size(64)));
+  using Floats = float __attribute__((vector_size(32)));
+  static constexpr int kLanes = 8, kRows = 8, kVecs = 2, kColumns = kVecs * kLanes;
+};
+#ifdef __x86_64__
+#define GW_AVX512 __attribute__((noinline, target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
+inline bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#else
+#define GW_AVX512
+inline bool has_avx512() {
+  return false;
+}
+#endif
+
+// Columns of a packed panel, whose element (k, c) is at [k][c]. A panel is read as a right factor, and its
+// columns as a left factor.
+inline constexpr int kPanel = 16;
+
+// Adds `count` products of x[k * x_step + i * x_stride] and row k of a panel to sums[i][v], for vectors from
+// kFirst up to kEnd.
+template <typename S, int kFirst, int kEnd>
+GW_INLINE void add_products(const double* x, int64_t x_stride, int64_t x_step, const double* panel,
+                            int64_t count, typename S::Vec (&sums)[S::kRows][S::kVecs]) {
+  for (int64_t k = 0; k < count; ++k) {
+    typename S::Vec right[S::kVecs];
+#pragma GCC unroll 2
+    for (int v = kFirst; v < kEnd; ++v) right[v] = load<typename S::Vec>(panel + k * kPanel + v * S::kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < S::kRows; ++i) {
+      const double left = x[k * x_step + i * x_stride];
+#pragma GCC unroll 2
+      for (int v = kFirst; v < kEnd; ++v) sums[i][v] += left * right[v];
+    }
+  }
+}
+
+// Arguments for a block of A^T A: `left` and `right` are the columns of A that the block's rows and columns
+// belong to. Elements beyond these columns, up to whole tiles, become 0.
+struct GramBlock {
+  const float* a;  // (n, rank)
+  int64_t n;
+  int rank;
+  const int32_t *left, *right;
+  int left_count, right_count;
+  bool diagonal;   // left is right; only elements on or below the diagonal are defined
+  double* packed;  // kGramRows doubles per column, up to whole tiles, of `left` and of `right`
+  double* out;     // rows `stride` apart
+  int64_t stride;
+};
+inline constexpr int64_t kGramRows = 128;  // rows of A that are packed at a time, to stay in the L2 cache
+void gram_block(const GramBlock& a);
+
+// Packs the first `rank` rows and columns of upper triangular weights for weigh_rows(): panels of the rows up
+// to each panel's last column.
+void pack_weights(const double* weights, int64_t stride, int rank, double* to);
+inline int64_t packed_weights(int rank) {
+  const int64_t panels = (rank + kPanel - 1) / kPanel;
+  return panels * (panels + 1) / 2 * kPanel * kPanel;
+}
+
+// Arguments for rows of out = in W. Row and column k of W belong to column order[k] of the matrices. `out`
+// may equal `in`.
+struct WeightedRows {
+  const float* in;  // (rows, rank)
+  float* out;       // (rows, rank)
+  int64_t rows;
+  int rank;
+  const int32_t* order;
+  const double* weights;  // from exact_weight(), packed
+};
+void weigh_rows(const WeightedRows& a);
+
+// Arguments for a product of tiles: C = sign * A B, or C += sign * A B with `add`. C must not overlap A.
+struct TileProduct {
+  double sign;
+  const double* a;
+  int64_t a_stride;
+  const double* b;  // panels, by pack_tile() or pack_transposed()
+  double* c;
+  int64_t c_stride;
+  bool add = false;
+  bool a_upper = false, b_upper = false;  // upper triangular: products with zeros are skipped
+  bool lower = false;                     // elements of C above the diagonal are undefined
+};
+void multiply_tiles(const TileProduct& p);
+// Packs B, or B^T from B.
+void pack_tile(const double* from, int64_t stride, double* to);
+void pack_transposed(const double* from, int64_t stride, double* to);
+
+// Factors a dense tile: A = L L^T, with 1 in place of the pivots of dependent columns. Replaces A by L^-1,
+// with zeros above the diagonal, and sets dependent[column]. Returns the smallest pivot, or 0 if a column is
+// dependent.
+double factor_tile(double* a, int32_t* dependent);
+
+}  // namespace gradwire::host
