@@ -31,6 +31,7 @@ tests=(
   "iproute2:slow links on one machine (bench/harness/shaped_link.sh)"
   "doxygen:the API page of the C header" "git:version control" "xz-utils:make bundle"
   "dpkg-dev:make deb" "file:make deb" "help2man:make deb" "clang-format:the check of the format of C++"
+  "universal-ctags:the check of sizes"
 )
 optional=("${demo[@]}")
 case ${1:-} in demo) ;; '') optional+=("${tests[@]}") ;;

@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+"""Holds the size of the sources, and how finely they are cut, to the limits of sizes.tsv.
+
+    check_size.py ROOT [--print]
+
+sizes.tsv has a row for each folder (lines and files) and for each ratio. A value above its limit fails: make the
+change smaller, or take from another folder what this one gains, and say so in the commit. A value more than
+2 % below its limit fails too, so that what was won is kept. --print prints the table with the present values.
+Functions and types are counted by ctags (their definitions).
+"""
+import collections
+import pathlib
+import re
+import subprocess
+import sys
+
+TABLE = pathlib.Path(__file__).with_name("sizes.tsv")
+CXX = (".h", ".cuh", ".cpp", ".cu")
+PRODUCT = ("bench", "collectives", "include", "integrations", "kernels", "runtime", "trainer")
+SMALL = 80  # lines: below, a file's includes and namespaces cost more than a reader gains from it
+FRAME = re.compile(r"#include|(inline )?namespace\b|\}  // namespace")
+
+
+def definitions(root: pathlib.Path, files: list[str]) -> collections.Counter:
+    """Returns the number of functions, structs, classes, enums and unions that `files` define."""
+    listed = subprocess.run(
+        ["ctags", "--langmap=C++:+.cu.cuh", "--kinds-C++=fcsgu", "-x", "--sort=no", "--_xformat=%K", "-L", "-"],
+        cwd=root, input="\n".join(files), capture_output=True, text=True, check=True)
+    return collections.Counter(listed.stdout.split())
+
+
+def measure(root: pathlib.Path) -> dict[str, float]:
+    """Returns the values of all rows of the table, by name."""
+    listed = subprocess.check_output(["git", "-C", root, "ls-files", "--", *PRODUCT, "scripts", "tests", "tools"],
+                                     text=True).splitlines()
+    lines = {f: (root / f).read_text().splitlines() for f in listed
+             if f.endswith((*CXX, ".py")) and (root / f).is_file()}
+    values: dict[str, float] = collections.Counter()
+    for file, text in lines.items():
+        kind = "C++" if file.endswith(CXX) else "Python"
+        folder = file.split("/")[0] if kind == "C++" or file.startswith("tests") else "product"
+        values[f"{folder}, {kind}, lines"] += len(text)
+        values[f"{folder}, {kind}, files"] += 1
+    product = {f: text for f, text in lines.items() if f.endswith(CXX) and f.split("/")[0] in PRODUCT}
+    total = sum(map(len, product.values()))
+    count = definitions(root, list(product))
+    values["functions per 1,000 lines"] = 1000 * count["function"] / total
+    values["types per 1,000 lines"] = 1000 * (count.total() - count["function"]) / total
+    values["includes and namespaces, % of lines"] = (
+        100 * sum(bool(FRAME.match(line)) for text in product.values() for line in text) / total)
+    values[f"files below {SMALL} lines"] = sum(len(text) < SMALL for text in product.values())
+    return values
+
+
+def main() -> int:
+    root = pathlib.Path(sys.argv[1]).resolve()
+    try:
+        values = measure(root)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"not checked: needs git, a checkout and universal-ctags ({error})")
+        return 77
+    table = [f"{name}\t{value:.6g}" if value == int(value) else f"{name}\t{value:.2f}"
+             for name, value in sorted(values.items())]
+    if "--print" in sys.argv:
+        print("\n".join(table))
+        return 0
+    limits = dict(row.split("\t") for row in TABLE.read_text().splitlines() if not row.startswith("#"))
+    wrong = [f"{name} is in one of the measurement and {TABLE.name} only: add or remove the row"
+             for name in sorted(limits.keys() ^ values.keys())]
+    for name in sorted(limits.keys() & values.keys()):
+        value, limit = values[name], float(limits[name])
+        if value > limit + 0.005:
+            wrong.append(f"{name}: {value:.6g}, limit {limit:.6g}: make the change smaller, or lower the limit of "
+                         f"another folder by as much, raise this one in tools/checks/{TABLE.name}, and say in the "
+                         "commit what went")
+        elif value < limit * 0.98 - 1:
+            wrong.append(f"{name}: {value:.6g}, limit {limit:.6g}: set the limit in tools/checks/{TABLE.name} to "
+                         f"{value:.6g}, so that it stays")
+    print("\n".join(wrong) or f"{len(limits)} limits of sizes and ratios hold")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
