@@ -1,5 +1,4 @@
-// Every op of kernels/ as a benchmark case: the tables in kernel_cases.cpp and kernel_cases_*.cpp have one
-// entry per case.
+// Every op of kernels/ as a benchmark case: the tables in kernel_cases*.cpp have one entry per case.
 //
 // To add a case, write a function that lays out the op's arguments for about `size` bytes of the main array,
 // and list the function in the table of the op's family. tests/bench_test.py fails for an op without a case.

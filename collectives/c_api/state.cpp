@@ -1,4 +1,4 @@
-// Saves and loads a reducer's checkpoint (saved_state.h).
+// Saves and loads a reducer's checkpoint.
 #include <fmt/format.h>
 
 #include <algorithm>

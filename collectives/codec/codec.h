@@ -166,7 +166,7 @@ class Codec {
 // Returns the codec of a bucket, which applies the spec's policies (policy_codec.cpp).
 std::unique_ptr<Codec> make_codec(const BucketContext& context);
 // Returns the same without EF21, momentum, clipping and the uncompressed first steps. Averages dense parts
-// (dense.h) separately.
+// (policy_codec.h) separately.
 std::unique_ptr<Codec> make_split_codec(const BucketContext& context);
 // Returns the codec that the spec names, for all tensors of the context, including dense ones.
 std::unique_ptr<Codec> make_compressing_codec(const BucketContext& context);

@@ -121,7 +121,7 @@ class LowRankCodec final : public Codec {
   void add_half(const BucketContext& context, size_t begin, size_t end, const char* name);
   void clear(const Stream& stream);
 
-  // Run the phases of a step (low_rank_step.cpp).
+  // Run the phases of a step.
   void send_both(const Stream& stream, BucketPhases& phases);
   void send_one(const Stream& stream, FactorState& now, FactorState& other, BucketPhases& phases);
   void project(const Stream& stream, const FactorState& now, const FactorState& other);

@@ -116,7 +116,7 @@ class PendingCallers {
   std::vector<std::string> log_;
 };
 
-// The group's side of admitting new ranks; joiner.h is the joiner's side.
+// The group's side of admitting new ranks; membership.h is the joiner's side.
 //
 // Joiners send their request to any rank's Quorum. The lowest rank keeps the joiners waiting; the other ranks
 // redirect the joiners to the lowest rank. Between two calls the group invites the joiners that still answer.

@@ -28,7 +28,7 @@ struct GroupOptions {
   int world = 1;
   std::chrono::milliseconds timeout{60'000};  // for each operation; also for joining if `joining` is unset
   std::chrono::milliseconds joining{0};
-  // Secret that admits a process to the group. If empty, the secret comes from the environment (secret.h).
+  // Secret that admits a process to the group. If empty, the secret comes from the environment (handshake.h).
   // Without a secret, file:/// admits every process that can read the file, and tcp:// serves only this
   // machine, unless `insecure` or GRADWIRE_INSECURE=1.
   std::string secret = {};
@@ -39,7 +39,7 @@ struct GroupOptions {
   // tcp://host:port is independent of this range.
   std::string interface = {};
   PortRange ports = {};
-  // The run of this rank (job.h); empty: from the environment. Ranks that are known to belong to different
+  // The run of this rank; empty: from the environment. Ranks that are known to belong to different
   // runs do not connect.
   std::string job = {};
   // Replaces the rendezvous, which then only names the group in error texts.
@@ -100,7 +100,7 @@ class Membership {
   int barriers_ = 0;
 };
 
-// A process that joins a running group; admission_queue.h is the group's side.
+// A process that joins a running group; listener.h is the group's side.
 
 // Returns the text by which a process finds a group. The first line is the group's secret, or "-"; the next
 // lines are the contacts of the group's ranks. A process that can read the text may join, unless the run has

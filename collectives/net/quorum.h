@@ -18,7 +18,7 @@
 // The leader's connections to the other survivors stay open until each survivor is in the new group. If a
 // survivor dies earlier, the leader detects the death at once.
 //
-// Joiners use the same listener (admission_queue.h). A rank that missed the growth of the group is notified
+// Joiners use the same listener (listener.h). A rank that missed the growth of the group is notified
 // as after a failure.
 #pragma once
 

@@ -1,4 +1,3 @@
-// Concurrent attempts to reach one listener: reach() of contact.h.
 #include "collectives/net/reach.h"
 
 #include <arpa/inet.h>

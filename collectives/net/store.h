@@ -37,7 +37,7 @@ namespace gradwire {
 // The value of a hello frame.
 struct StoreHello {
   int rank = 0, world = 1;
-  std::string job = {};  // the rank's run (job.h); "" if unknown
+  std::string job = {};  // the rank's run (membership.h); "" if unknown
 
   std::string encode() const;
   static StoreHello decode(const std::string& text);  // throws CommError

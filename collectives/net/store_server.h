@@ -18,7 +18,7 @@ class MessageQueue;
 class StoreServer {
  public:
   // Serves `listener`. Rejects connections that do not prove that they know `key` (handshake.h), with a line
-  // on stderr. Also rejects ranks of another job (job.h), with the reason.
+  // on stderr. Also rejects ranks of another job (membership.h), with the reason.
   StoreServer(Socket listener, int world, const std::string& key, const std::string& job = "")
       : StoreServer(std::move(listener), world, key, job, StoreLimits(world)) {}
   // Serves `listener` in the same way. `invited`: connections to the processes that become the last ranks.

@@ -20,7 +20,7 @@ struct ChooseOptions {
 };
 
 struct SpecTrial {
-  double error = 0;           // of one encode of the mean gradient (relative_error.h); NaN: not finite
+  double error = 0;           // of one encode of the mean gradient (report.h); NaN: not finite
   double communicate_ms = 0;  // an allreduce of all gradients, with the codec's kernels
   double exposed_ms = 0;      // the part of it that backward does not hide
 };

@@ -193,7 +193,7 @@ class Reducer {
   void mark_unused(const Stream& consumer);
   void launch(int position);  // an index into order_
   void count_bytes(StepMarks& marks, int which);
-  // staging.cpp: gradients in the caller's memory.
+  // Gradients in the caller's memory.
   float* staging_of(const Bucket& bucket);
   void clear_gaps(const Bucket& bucket) const;
   float* common_base(const Bucket& bucket) const;

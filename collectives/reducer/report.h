@@ -20,7 +20,7 @@ struct ReducerStats {
   uint64_t dense_bytes = 0;
   // Time in which any bucket was in progress on the reducer's streams, including compression.
   double comm_ms = 0;
-  // Parts of comm_ms, as defined in phases.h. Their sum exceeds comm_ms if two buckets overlapped.
+  // Parts of comm_ms, as defined in program.h. Their sum exceeds comm_ms if two buckets overlapped.
   double compress_ms = 0, communicate_ms = 0, decompress_ms = 0;
   double exposed_comm_ms = 0;  // time for which the stream given to wait() was stalled
 };

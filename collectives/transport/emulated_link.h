@@ -1,4 +1,4 @@
-// The speed of emulated links between ranks on the host (--link). link_pacer.h emulates the links.
+// Emulated links between ranks on the host (--link).
 #pragma once
 
 #include <chrono>

@@ -2,8 +2,8 @@
 // up to 16 and 2 times the FMA rate and half the bytes of FP32.
 //
 // Rows of op(A) and columns of op(B) are packed into panels of pairs, consecutive along k and padded with
-// zeros (bf16_pack.h). AMX reads rows of A in place if they are whole cache lines. A tile of C stays in
-// registers for all of k (bf16_tile.h), so its sums are in the order of k, for any number of threads and any
+// zeros. AMX reads rows of A in place if they are whole cache lines. A tile of C stays in
+// registers for all of k, so its sums are in the order of k, for any number of threads and any
 // division of C.
 //
 // Floor: 2 m n k FLOPs at 1024 (AMX) or 64 (each 512-bit unit) per cycle. Packing moves 4 B per element of A

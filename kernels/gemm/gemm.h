@@ -1,5 +1,5 @@
-// Row-major matrix products: OpenBLAS on the host (small_gemm.h for batches of small ones); on CUDA cuBLASLt,
-// or cuBLAS where cuBLASLt has no algorithm.
+// Row-major matrix products: OpenBLAS on the host (our own loops for batches of small ones); on CUDA
+// cuBLASLt, or cuBLAS where cuBLASLt has no algorithm.
 //
 // C = alpha * op(A) op(B) + beta * C + bias, where op(A) is (m, k), op(B) is (k, n), C is (m, n), for `batch`
 // products whose operands are `stride_*` elements apart. lda/ldb/ldc are the distances between rows as
@@ -51,7 +51,7 @@ struct MatrixPointer {
 };
 
 // The function applied to x = alpha * op(A) op(B) + bias before it is stored. On the host, and where cuBLASLt
-// lacks the epilogue, a separate op applies it (epilogue.h). The epilogue may use x before or after its
+// lacks the epilogue, a separate op applies it. The epilogue may use x before or after its
 // rounding.
 enum class Epilogue : uint8_t {
   none,

@@ -7,7 +7,7 @@
 // the queries, giving dK and dV. Nothing of size (T, T) is stored, and no two warps add to the same value;
 // the price is that backward computes Q K^T and dO V^T twice.
 //
-// BF16 operands use the tensor cores, FP32 operands FMAs (attention_tiles.cuh). A weight is rounded to S
+// BF16 operands use the tensor cores, FP32 operands FMAs. A weight is rounded to S
 // before it multiplies, as in a product of stored operands.
 //
 // Traffic: each row of qkv, merged and their gradients is moved once. Forward moves 16 B (FP32) or 8 B (BF16)

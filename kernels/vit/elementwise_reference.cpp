@@ -1,4 +1,4 @@
-// Scalar reference of the formulas in heads.h, with every sum in double.
+// Scalar reference of the formulas in elementwise.h, with every sum in double.
 #include <cmath>
 
 #include "kernels/vit/elementwise.h"
@@ -58,7 +58,7 @@ GW_INSTANTIATE_OP(split_heads, SplitHeads)
 GW_INSTANTIATE_OP(split_heads_backward, SplitHeadsBackward)
 GW_INSTANTIATE_OP(merge_heads, MergeHeads)
 
-// Scalar reference of the formulas in bias.h, with every sum in double.
+// Scalar reference of the formulas in elementwise.h, with every sum in double.
 
 template <typename S>
 void bias_residual(const BiasResidual<S>& a) {
@@ -147,7 +147,7 @@ void bias_gelu_backward(const BiasGeluBackward<S>& a) {
 GW_INSTANTIATE_OP(bias_gelu, BiasGelu)
 GW_INSTANTIATE_OP(bias_gelu_backward, BiasGeluBackward)
 
-// Scalar reference of the formulas in tokens.h, with every sum in double.
+// Scalar reference of the formulas in elementwise.h, with every sum in double.
 
 template <typename S>
 void patchify(const Patchify<S>& a) {

@@ -37,7 +37,7 @@ void softmax_backward(const SoftmaxBackward<S>& a) {
 GW_INSTANTIATE_OP(softmax, Softmax)
 GW_INSTANTIATE_OP(softmax_backward, SoftmaxBackward)
 
-// Scalar reference of the formulas in cross_entropy.h, with every sum in double.
+// Scalar reference of the formulas in softmax.h, with every sum in double.
 
 template <typename S>
 void cross_entropy(const CrossEntropy<S>& a) {

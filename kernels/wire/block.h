@@ -1,6 +1,6 @@
 // A block format: a block of N values becomes B bytes, in arithmetic written once for host and device. Loops
 // over blocks, sums, residuals, rotation, threads and launches are generic (block_host.h, block.cu,
-// reference.cpp). To add a format, write one struct like the one in sign.h and list it in block_formats.h:
+// reference.cpp). To add a format, write one struct like the one in qsgd.h and list it in block_formats.h:
 //
 //   struct X {
 //     int size = 128;  // the options are members of type int; may have none
@@ -56,7 +56,7 @@
 // for which f must return 0. Every lane computes the code outside of f. codes.h builds on these functions;
 // the host's lanes and those of registers override some functions of codes.h.
 //
-// Example: sign.h, here with blocks of 8 values, encodes 0.5 -1.5 1 -2 0.25 -0.75 3 -1 into 5 bytes:
+// Example: qsgd.h, here with blocks of 8 values, encodes 0.5 -1.5 1 -2 0.25 -0.75 3 -1 into 5 bytes:
 //
 //   encode    mean = lanes.sum(8, |values[i]| / 8) = 1.25, stored by put_float(bytes + 1, mean)
 //             pack_codes<1>(lanes, 8, bytes, sign bit of values[i]): byte 0 = 0b10101010, value 0 lowest

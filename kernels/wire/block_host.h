@@ -63,7 +63,7 @@ GW_INLINE uint64_t step_of(const WireRounding& rounding) {
   return rounding.step != nullptr ? *rounding.step : 0;
 }
 
-// The selection of largest values and the encoding of their positions on the host, for positions.h.
+// The selection of largest values and the encoding of their positions on the host, for topk.h.
 
 struct SelectingLane {
   // Narrows the candidates to few more than k by the upper 15 of the keys' 31 bits, then compares all bits.

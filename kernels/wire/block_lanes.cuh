@@ -175,7 +175,7 @@ struct ThreadBlockLanes {
     return warps + 2 * kBlockWarps;
   }
 
-  // Does the same as pick_largest() of positions.h. Each thread holds up to 16 neighboring keys in registers,
+  // Does the same as pick_largest() of topk.h. Each thread holds up to 16 neighboring keys in registers,
   // so that a step of the search takes one barrier, and the selection two scans.
   template <typename Key>
   __device__ __forceinline__ void pick_largest(int n, int k, const Key& key, float* places) const {

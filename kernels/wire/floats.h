@@ -42,7 +42,7 @@ GW_OP(bf16_decode, Decode)
 // 16-bit floats in the caller's memory, which are summed as FP32: widened before a collective, rounded after
 // it.
 //
-// FP16 is not a wire format: it would break two promises of wire formats (format.h, part_scale.h). Values
+// FP16 is not a wire format: it would break two promises of wire formats (format.h). Values
 // beyond 65504 would saturate and stay in the residual, unseen by loss scaling. Below 2^-14 a power-of-two
 // scale, which sums of parts use on the wire, changes how a value is rounded.
 //

@@ -221,8 +221,8 @@ GW_SIMD void decode_piece_past_caches(const uint16_t* wire, float* out, float sc
   stream_fence();
 }
 
-// Does the same as forget_not_finite() of host.h, but tests the encoding, because it stays in a cache and the
-// result may not.
+// Does the same as forget_not_finite() of block_host.h, but tests the encoding, because it stays in a cache
+// and the result may not.
 GW_SIMD void forget_not_finite_in(const uint16_t* wire, float* kept, int64_t count) {
   uint32_t any = 0;
 #pragma omp simd reduction(| : any)

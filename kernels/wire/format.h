@@ -105,7 +105,7 @@ struct WireRounding {
 // the same bits. Then wire = round(S), residual = S - wire, out = out_scale * decode(wire). Without a wire,
 // out gets S unrounded, and the residual, which is part of S, becomes 0.
 //
-// Each term of S has its scale (part_scale.h), a power of two: input_scale(k) * inputs[k] and
+// Each term of S has its scale, a power of two: input_scale(k) * inputs[k] and
 // own_scale * (own + residual_scale * residual). The new residual is divided by own_scale * residual_scale;
 // where that overflows a float, the residual becomes 0.
 // Bytes per element, for w bytes on the wire: 12 + w (1 + num_inputs) with a residual, 4 + w (1 + num_inputs)
@@ -141,7 +141,7 @@ struct Decode {
   float* residual = nullptr;  // (count); written only where out is not finite; may be null
 };
 
-// A format with its options; the only interface for code outside this folder. The table (formats.h) has one
+// A format with its options; the only interface for code outside this folder. The table has one
 // format per name, with default options.
 class WireFormat {
  public:

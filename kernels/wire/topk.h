@@ -1,5 +1,5 @@
-// Chunked top-k: of each block of `of` values, the k values of largest magnitude, with their positions
-// (positions.h). Of equal magnitudes, the value at the lower position is sent. Every hop selects again, so
+// Chunked top-k: of each block of `of` values, the k values of largest magnitude, with their positions.
+// Of equal magnitudes, the value at the lower position is sent. Every hop selects again, so
 // the bytes do not depend on the number of ranks; values that are not sent stay in the residual. Without
 // error feedback most of a gradient is lost.
 //

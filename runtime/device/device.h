@@ -66,7 +66,7 @@ class Stream {
 
   // The stream's priority. On a GPU, kernel blocks of a high-priority stream start before waiting blocks of
   // other streams; meant for the kernels of an exchange, because peers wait for them. On the host, the thread
-  // of a high-priority stream runs soon after it wakes up (short_slices.h).
+  // of a high-priority stream runs soon after it wakes up.
   enum class Priority : uint8_t { normal, high };
 
   // Creates a stream. `name` labels it in traces and in error texts.

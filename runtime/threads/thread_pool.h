@@ -9,8 +9,8 @@
 
 namespace gradwire {
 
-// Returns the number of threads that compute concurrently: GRADWIRE_THREADS, else the cores of this process
-// (cpus.h).
+// Returns the number of threads that compute concurrently: GRADWIRE_THREADS, else the cores of this
+// process.
 int host_threads();
 // Overrides host_threads(), for tests of independence from the thread count. Must be called before the first
 // parallel_for.

@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Holds the size of the sources, and how finely they are cut, to the limits of sizes.tsv.
+"""Checks the size of the sources, and into how many pieces they are cut, against sizes.tsv.
 
     check_size.py ROOT [--print]
 
-sizes.tsv has a row for each folder (lines and files) and for each ratio. A value above its limit fails: make the
-change smaller, or take from another folder what this one gains, and say so in the commit. A value more than
-2 % below its limit fails too, so that what was won is kept. --print prints the table with the present values.
+sizes.tsv has a row for each folder (lines and files) and for each ratio. A value above its limit fails, and
+so does a value more than 2 % below its limit, so that what was won is kept. --print prints the table with the present values.
 Functions and types are counted by ctags (their definitions).
 """
 import collections
@@ -23,16 +22,16 @@ FRAME = re.compile(r"#include|(inline )?namespace\b|\}  // namespace")
 
 def definitions(root: pathlib.Path, files: list[str]) -> collections.Counter:
     """Returns the number of functions, structs, classes, enums and unions that `files` define."""
-    listed = subprocess.run(
-        ["ctags", "--langmap=C++:+.cu.cuh", "--kinds-C++=fcsgu", "-x", "--sort=no", "--_xformat=%K", "-L", "-"],
-        cwd=root, input="\n".join(files), capture_output=True, text=True, check=True)
+    listed = subprocess.run(["ctags", "--langmap=C++:+.cu.cuh", "--kinds-C++=fcsgu", "-x", "--sort=no",
+                             "--_xformat=%K", "-L", "-"],
+                            cwd=root, input="\n".join(files), capture_output=True, text=True, check=True)
     return collections.Counter(listed.stdout.split())
 
 
 def measure(root: pathlib.Path) -> dict[str, float]:
     """Returns the values of all rows of the table, by name."""
-    listed = subprocess.check_output(["git", "-C", root, "ls-files", "--", *PRODUCT, "scripts", "tests", "tools"],
-                                     text=True).splitlines()
+    folders = (*PRODUCT, "scripts", "tests", "tools")
+    listed = subprocess.check_output(["git", "-C", root, "ls-files", "--", *folders], text=True).splitlines()
     lines = {f: (root / f).read_text().splitlines() for f in listed
              if f.endswith((*CXX, ".py")) and (root / f).is_file()}
     values: dict[str, float] = collections.Counter()
@@ -65,18 +64,16 @@ def main() -> int:
         print("\n".join(table))
         return 0
     limits = dict(row.split("\t") for row in TABLE.read_text().splitlines() if not row.startswith("#"))
-    wrong = [f"{name} is in one of the measurement and {TABLE.name} only: add or remove the row"
+    wrong = [f"{name}: {'remove' if name in limits else 'add'} the row"
              for name in sorted(limits.keys() ^ values.keys())]
     for name in sorted(limits.keys() & values.keys()):
         value, limit = values[name], float(limits[name])
         if value > limit + 0.005:
-            wrong.append(f"{name}: {value:.6g}, limit {limit:.6g}: make the change smaller, or lower the limit of "
-                         f"another folder by as much, raise this one in tools/checks/{TABLE.name}, and say in the "
-                         "commit what went")
+            wrong.append(f"{name}: {value:.6g}, limit {limit:.6g}: make the change smaller; or lower "
+                         "another folder's limit by as much, raise this one, and say in the commit what went")
         elif value < limit * 0.98 - 1:
-            wrong.append(f"{name}: {value:.6g}, limit {limit:.6g}: set the limit in tools/checks/{TABLE.name} to "
-                         f"{value:.6g}, so that it stays")
-    print("\n".join(wrong) or f"{len(limits)} limits of sizes and ratios hold")
+            wrong.append(f"{name}: {value:.6g}, limit {limit:.6g}: lower the limit to {value:.6g}")
+    print("\n".join(f"tools/checks/sizes.tsv: {w}" for w in wrong) or f"{len(limits)} limits of sizes hold")
     return 1 if wrong else 0
 
 

@@ -56,7 +56,7 @@ struct RunOptions {
   std::optional<double> epochs;
   std::optional<int64_t> steps;
   OptimizerKind optimizer = OptimizerKind::adamw;
-  std::string matrix_optimizer;  // a text of matrix_optimizer.h; empty: another optimizer
+  std::string matrix_optimizer;  // the text of Dion or Muon with options; empty: another optimizer
   Precision precision = Precision::fp32;
   std::optional<double> lr, weight_decay, momentum;
   std::optional<int64_t> warmup;

@@ -113,7 +113,7 @@ struct TrainConfig {
   int64_t memory_limit = 0;  // bytes per rank; a run that needs more memory is rejected. 0: no limit
   // The next forward begins while gradients are in transfer; the bits do not change.
   bool overlap_forward = false;
-  int64_t gradient_group = 2;  // layers whose gradients CUDA ranks compute and send together (layout.h)
+  int64_t gradient_group = 2;  // layers whose gradients CUDA ranks compute and send together
   int64_t bucket_bytes() const { return static_cast<int64_t>(bucket_mb * (1 << 20)); }
 
   int64_t batch_size = 64;  // images per rank and micro-batch; the maximum over ranks if they differ

@@ -21,7 +21,7 @@ struct RunInfo {
   double copy_gb_per_s = std::numeric_limits<double>::quiet_NaN();
   double fma_share = std::numeric_limits<double>::quiet_NaN();
   std::string slow_products;  // a warning, or empty
-  std::string products;       // the host's BLAS (measure/products.h); empty on a GPU
+  std::string products;       // the host's BLAS (measure/peaks.h); empty on a GPU
   int64_t first_step = 0;     // steps done by the checkpoint that the run resumes from
   // --elastic: a ShrinkRecord follows. Either this rank reports from first_step on, in place of a lost rank.
   // Or this rank's reports of steps after first_step are void, because the run returns to first_step.

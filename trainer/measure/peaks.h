@@ -18,7 +18,7 @@ namespace gradwire {
 struct Peaks {
   double tflops = std::numeric_limits<double>::quiet_NaN();  // speed of a large product of random matrices
   double copy_gb_per_s = std::numeric_limits<double>::quiet_NaN();  // bytes read plus bytes written
-  double fma_share = std::numeric_limits<double>::quiet_NaN();      // host: measure/products.h
+  double fma_share = std::numeric_limits<double>::quiet_NaN();      // host: from measure_products()
 };
 
 // Measures the peaks. Blocks for about a tenth of a second. No other work should run on the device.

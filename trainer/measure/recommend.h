@@ -34,7 +34,7 @@ struct StepCosts {
   double optimizer_ms = 0;
   int64_t micro_batches = 1;               // batches per step; only the last one overlaps with communication
   std::map<std::string, double> codec_ns;  // kernel time in ns per gradient element, by spec
-  // Relative L2 error of one encode of the gradients, by spec (encode_error.h); empty: not measured.
+  // Relative L2 error of one encode of the gradients, by spec (peaks.h); empty: not measured.
   std::map<std::string, double> errors;
   bool shared_cores = false;  // true if kernels slow down backward
   // The share of a codec's kernel time that lies between its exchanges, by spec: sums.
@@ -124,7 +124,7 @@ Recommendation recommend(const StepCosts& costs, const Choices& from = {});
 // --compression auto: the request for a compression that is chosen from measurements before the first step.
 
 struct AutoCompression {
-  double error = 0.1;              // the largest error of one encode of the gradients (encode_error.h)
+  double error = 0.1;              // the largest error of one encode of the gradients (peaks.h)
   bool replan = true;              // whether the run may choose again
   std::string plan;                // file of the choice: read if it exists, otherwise written; or empty
   std::vector<std::string> allow;  // candidates besides FP32; empty: candidate_specs()

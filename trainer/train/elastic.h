@@ -10,13 +10,13 @@
 // so the ranks send no state. Residuals differ from rank to rank. The residuals of dead ranks are lost; the
 // ShrinkRecord reports their norms.
 //
-//   a joiner          sends a request (net/joiner.h) and waits. The exchange after each step
+//   a joiner          sends a request (net/membership.h) and waits. The exchange after each step
 //                     notifies all ranks
 //   grow()            after the next step the ranks form a group with the joiners, and destroy their
 //                     RankTrainers
 //   agree()           as above; joiners have no state, and get unused numbers
 //   new RankTrainers  each continues from its state. Joiners receive the state from the other ranks
-//                     (state_transfer.h), except residuals, which start at 0
+//                     (snapshots.h), except residuals, which start at 0
 //
 // A joiner without state is expendable: on any failure it leaves and retries.
 //

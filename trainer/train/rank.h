@@ -1,5 +1,4 @@
-// One rank of a training run: its stream, model, reducer, optimizer and data, driven by one thread. The class
-// has one member for each of these parts, so it has more than 15 members.
+// One rank of a training run: its stream, model, reducer, optimizer and data, driven by one thread.
 //
 // The thread only enqueues. It runs at most one step ahead of its device: after enqueuing step s it waits for
 // step s-1, to read that step's loss and times. The host never waits between backward and the optimizer.
@@ -96,7 +95,7 @@ class InitialWeights {
   ParameterLayout layout_;
 };
 
-struct AutoPlan;  // choose_compression.h
+struct AutoPlan;  // plan_change.h
 
 // The objects that all ranks of a run share, and a rank's state after a change of plan. They outlive the
 // ranks.
@@ -186,7 +185,7 @@ class RankTrainer {
   RankState state();  // returns the state for checkpoints
   void restore();
   void finish_run();
-  // plan_check.cpp: whether the plan of --compression auto still holds.
+  // plan_change.cpp: whether the plan of --compression auto still holds.
   void prepare_plan_checks();
   // Returns whether to copy the gradients of this step, whose encode error is then measured.
   bool samples_gradients(int64_t step);

@@ -1,4 +1,4 @@
-// Reports steps, evaluations and the end of a run: every rank posts its part (rank_reports.h), and rank 0
+// Reports steps, evaluations and the end of a run: every rank posts its part, and rank 0
 // sums the parts and calls the observer.
 #pragma once
 

@@ -74,7 +74,7 @@ class NcclTransport final : public Transport,
   void send_message(const std::string& message) override;
   std::string take_message(int from) override;
   std::unique_ptr<Transport> regroup(std::chrono::milliseconds timeout,
-                                     std::vector<int>& survivors) override;  // defined in nccl_regroup.cpp
+                                     std::vector<int>& survivors) override;  // defined in nccl.cpp
 
  private:
   NcclTransport(std::unique_ptr<NcclCommunicator> comm, NcclSetup setup);

@@ -2,7 +2,7 @@
 //
 // An exchange runs on the host stream's thread. The thread posts all receives and sends of the exchange
 // (tcp_links.h), each straight into or from the caller's memory, and waits for them until the deadline. A
-// header precedes each call's payload (tcp_messages.h), from each rank to the next rank, which compares the
+// header precedes each call's payload, from each rank to the next rank, which compares the
 // header with its current call. Payload of another call or size cannot reach a rank's memory.
 //
 // Each rank also has a connection to rank 0 (net/store.h) for failures: all ranks are notified at once of a

@@ -4,8 +4,8 @@ from __future__ import annotations
 import math
 from typing import List, Sequence, Tuple
 
-# In elements, as in collectives/codec/policy_codec.h: the longest dense vector, and the smallest matrix that is not
-# dense.
+# In elements, as in collectives/codec/policy_codec.h: the longest dense vector, and the smallest matrix that
+# is not dense.
 LONGEST_VECTOR, _SMALL_MATRIX = 65_536, 1_024
 # Formats of 16 bits and more, which are accurate enough for vectors.
 _WIDE = ("fp32", "bf16")
