@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <fstream>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <set>
 
 #include "runtime/util/error.h"
@@ -13,13 +12,12 @@
 #include "tests/support/expect.h"
 #include "tests/trainer/files.h"
 #include "tests/trainer/runs.h"
+#include "trainer/log/records.h"
 #include "trainer/log/trace_file.h"
 #include "trainer/train/run.h"
 
 namespace gradwire {
 namespace {
-
-using Json = nlohmann::json;
 
 struct Span {
   std::string name, category;
