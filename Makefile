@@ -3,8 +3,8 @@
 #   make demo     train a ViT on 4 ranks with FP32, BF16, INT8 and PowerSGD gradients, between threads and
 #                 over emulated slow links: two tables, build/demo/report.png and report.html
 #   make demo-readme  the same, and write the tables and the picture into README.md and docs/
-#   make test     build and run every test, sanitizers included; PART=quick: only the release build's tests;
-#                 PART=system, root or code: the parts of CI (scripts/test.sh)
+#   make test     build and run every test; PART=system, root or code: some of them (scripts/test.sh)
+#   make test-sanitizers  a selection of the tests under ASan and UBSan, and under ThreadSanitizer
 #   make build    the optimized build of everything but the tests, in build/
 #   make build CUDA=pip   the same with nvcc from PyPI, for machines without a CUDA toolkit: installs it in
 #                 build/cuda-pip (1.1 GB); all later builds use it
@@ -40,8 +40,9 @@ BENCH_CHECK_FLAGS ?=
 PART ?=
 SOAK ?= faults
 
-.PHONY: build build-tests demo demo-readme test test-cuda-host test-frameworks test-pytorch-suite faults \
-  soak bench bench-check host-check experiments plan-check gpu-check machine-code bundle wheel deb docs setup format clean
+.PHONY: build build-tests demo demo-readme test test-sanitizers test-cuda-host test-frameworks test-pytorch-suite \
+  faults soak bench bench-check host-check experiments plan-check gpu-check machine-code bundle wheel deb docs \
+  setup format clean
 
 build: setup
 	@scripts/configure.sh release
@@ -60,6 +61,9 @@ demo-readme: demo
 
 test: setup
 	@scripts/test.sh $(PART)
+
+test-sanitizers: setup
+	@scripts/test.sh sanitizers
 
 test-cuda-host: setup
 	@PYTHON=$(PYTHON) scripts/test_cuda_host.sh

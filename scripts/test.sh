@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# Builds and runs every test: all tests of the release build, then a selection under AddressSanitizer + UBSan
-# and under ThreadSanitizer. Continues after failures. The last line has the totals.
+# Builds and runs tests. Continues after failures. The last line has the totals.
 #
-#   scripts/test.sh [PART]
+#   scripts/test.sh [PART...]     without a part: all tests of the release build
 #
-# PART: quick    only the release build
-#       system   of the release build: the tests that depend on the installed packages and the user. Without
-#                root omits those of PART=root
-#       root     of these the tests that need root
-#       code     of the release build the other tests, which depend on the code and nvcc; then the sanitizers
+# PART: system       of the release build: those that depend on the installed packages and the user. Without
+#                    root omits those of PART=root
+#       root         of these the tests that need root
+#       code         of the release build the other tests, which depend on the code and nvcc
+#       sanitizers   a selection under AddressSanitizer + UBSan, then under ThreadSanitizer
 #
 # GRADWIRE_FULL_SWEEPS=1: runs every sweep at full length, and under the sanitizers all tests that support
 # them.
@@ -49,15 +48,16 @@ stop_ahead() {
 }
 trap stop_ahead EXIT
 
-part=${1:-}
-only=()
-case $part in
-  '' | quick) ;;
-  system) only=(-LE "^code$"); [ "$(id -u)" -eq 0 ] || only=(-LE "^(code|root)$") ;;
-  root) only=(-L "^root$") ;;
-  code) only=(-L "^(code|cuda)$") ;;
-  *) echo "test: '$part' is not a part: quick, system, root, code, or nothing for all tests" >&2; exit 2 ;;
-esac
+only=() release=1 sanitizers=
+for part; do
+  case $part in
+    system) only=(-LE "^code$"); [ "$(id -u)" -eq 0 ] || only=(-LE "^(code|root)$") ;;
+    root) only=(-L "^root$") ;;
+    code) only=(-L "^(code|cuda)$") ;;
+    sanitizers) sanitizers=1; [ $# -gt 1 ] || release= ;;
+    *) echo "test: '$part' is not a part: system, root, code, sanitizers" >&2; exit 2 ;;
+  esac
+done
 time_since() { printf '%d:%02d min' $(((SECONDS - $1) / 60)) $(((SECONDS - $1) % 60)); }
 
 # run_tests PRESET [TARGET...] -- [ARGUMENT...]: builds the targets and runs ctest with the arguments.
@@ -119,10 +119,8 @@ layers=(runtime_tests kernels_tests collectives_tests trainer_tests)
 asan=(asan "${layers[@]}" processes_tests capi_tests capi_inside_tests fuzz_tests gradwire)
 tsan=(tsan "${layers[@]}" processes_tests capi_tests tsan_overlapped_step tsan_planted_race)
 next=()  # targets to build while tests run
-sanitizers=
-[[ $part =~ ^(|code)$ ]] && sanitizers=1
 [ -z "$sanitizers" ] || next=("${asan[@]}")
-run_tests release -- "${only[@]}"
+[ -z "$release" ] || run_tests release -- "${only[@]}"
 if [ -n "$sanitizers" ]; then
   next=("${tsan[@]}")
   run_tests "${asan[@]}" -- -LE "$asan_not"
