@@ -1,4 +1,3 @@
-
 #ifdef GRADWIRE_HAS_NCCL
 
 #include "collectives/transport/nccl/nccl_communicator.h"
@@ -6,6 +5,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <mutex>
+#include <thread>
 #include <utility>
 
 #include "collectives/transport/exchange_watch.h"
@@ -193,17 +194,6 @@ ncclComm_t NcclCommunicator::derive(const std::string& doing, milliseconds timeo
                               late ? "no progress until the deadline" : api_.text(deriving->result, parent)));
 }
 
-}  // namespace gradwire
-
-#endif  // GRADWIRE_HAS_NCCL
-#ifdef GRADWIRE_HAS_NCCL
-
-#include <fmt/format.h>
-
-#include <algorithm>
-#include <thread>
-
-namespace gradwire {
 namespace {
 
 using std::chrono::milliseconds;
@@ -420,19 +410,6 @@ std::string NcclWatch::notify_group(const std::string& cause) {
   }
   return text;
 }
-
-}  // namespace gradwire
-
-#endif  // GRADWIRE_HAS_NCCL
-#ifdef GRADWIRE_HAS_NCCL
-
-#include <fmt/format.h>
-
-#include <algorithm>
-#include <mutex>
-#include <thread>
-
-namespace gradwire {
 
 using std::chrono::microseconds;
 
