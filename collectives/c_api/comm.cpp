@@ -58,7 +58,7 @@ ApiComm::ApiComm(std::unique_ptr<Communicator> c)
     : communicator(std::move(c)),
       process_(getpid()),
       programs_(communicator->device().is_cuda() ? kProgramsKeptOnCuda : kProgramsKept,
-                [this](size_t bytes) { return communicator->transport().exchange_memory(bytes); }),
+                [this](size_t bytes) { return Buffer(communicator->device(), bytes); }),
       step_(make_buffer<uint64_t>(communicator->device(), 1)),
       start_(Event::create(communicator->device())),
       done_(Event::create(communicator->device())),

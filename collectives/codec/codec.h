@@ -117,10 +117,6 @@ struct BucketContext {
   Program::Options plain_options(const std::string& part, int64_t slice_bytes) const;
   // Returns the options of an allreduce in the spec's format.
   Program::Options compressed_options(const std::string& part, int64_t slice_bytes) const;
-  // Allocates memory for floats that an allreduce sends and receives in place.
-  Buffer exchanged(int64_t floats) const {
-    return transport->exchange_memory(static_cast<size_t>(floats) * sizeof(float));
-  }
 };
 
 // An allreduce that a codec performs in each step, and its schedule.

@@ -62,7 +62,7 @@ LowRankCodec::LowRankCodec(const BucketContext& c)
       matrices_(c.stream, plan_.matrices),
       keeps_losses_(c.spec.policy.keeps_errors() && !c.spec.wire->exact),
       residual_(c, spec_.policy.keeps_errors() && (keeps_losses_ || has_matrices())),
-      sum_(c.exchanged(sum_elements())),
+      sum_(make_buffer<float>(c.transport->device(), sum_elements())),
       lost_(make_buffer<float>(c.transport->device(), keeps_losses_ ? sum_elements() : 0)),
       flags_(make_buffer<int32_t>(c.transport->device(), matrices_.count())),
       marks_(make_buffer<int32_t>(c.transport->device(), matrices_.count())),
@@ -118,7 +118,7 @@ void LowRankCodec::add_allreduce(const BucketContext& c, FactorState& factor) co
 }
 
 void LowRankCodec::make_halves(const BucketContext& c) {
-  halves_.sum = c.exchanged(plan_.q_elements);
+  halves_.sum = make_buffer<float>(c.transport->device(), plan_.q_elements);
   halves_.lost = make_buffer<float>(c.transport->device(), keeps_losses_ && !dion() ? plan_.q_elements : 0);
   const auto& all = plan_.matrices;
   if (all.empty()) return;

@@ -264,7 +264,7 @@ class DenseCodec final : public Codec {
         segments_(c.stream, dense),
         elements_(packed_elements(segments_.host(), kUnit)),
         gradients_(c.gradients),
-        packed_(c.exchanged(elements_)),
+        packed_(make_buffer<float>(c.transport->device(), elements_)),
         loaded_(make_buffer<float>(c.transport->device(), codec_->residual() != nullptr ? elements_ : 0)),
         choice_(c.choose(elements_, kFp32)),
         allreduce_(*c.transport, choice_.schedule, {packed_.data(), packed_.data(), nullptr, elements_},

@@ -41,7 +41,7 @@ class RandKCodec final : public Codec {
       stages_.push_back({RandKTable(c.stream, tensors_of(c), ratio, packing_unit(c.spec.wire, 1))});
     }
     const int64_t most = stages_.front().table.values();
-    values_ = c.exchanged(most);
+    values_ = make_buffer<float>(c.transport->device(), most);
     lost_ = buffer<float>(c, spec_.policy.keeps_errors() && !spec_.wire->exact ? most : 0);
     chosen_ = buffer<int64_t>(c, most);
     for (Buffer* b : {&values_, &lost_, &chosen_}) fill_zero(c.stream, b->data(), b->bytes());

@@ -23,7 +23,7 @@ class UnusedCodec final : public Codec {
         tensors_(c.tensors),
         gradients_(c.gradients),
         counts_(tensors_.size()),
-        sums_(c.exchanged(static_cast<int64_t>(tensors_.size()))),
+        sums_(make_buffer<float>(c.transport->device(), static_cast<int64_t>(tensors_.size()))),
         choice_(c.choose(static_cast<int64_t>(tensors_.size()), kFp32)),
         allreduce_(*c.transport, choice_.schedule,
                    {sums_.data(), sums_.data(), nullptr, static_cast<int64_t>(tensors_.size())},

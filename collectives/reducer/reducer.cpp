@@ -36,7 +36,7 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
     stream_ = comm.device().is_host() ? Stream::immediate_host() : Stream::create(comm.device(), "set-up");
   }
   if (options_.own_gradients) {
-    gradients_ = comm.transport().exchange_memory(static_cast<size_t>(layout_.elements) * sizeof(float));
+    gradients_ = Buffer(comm.device(), static_cast<size_t>(layout_.elements) * sizeof(float));
     fill_zero(stream_, gradients_.data(), gradients_.bytes());
   }
   if (works) {
@@ -129,7 +129,7 @@ void Reducer::build_buckets() {
     dense_bytes_ += static_cast<uint64_t>(bytes_per_element(range) * static_cast<double>(sent));
   }
   describe_memory();
-  for (Lane& lane : lanes_) lane.workspace = comm_.transport().exchange_memory(lane.workspace_bytes);
+  for (Lane& lane : lanes_) lane.workspace = Buffer(comm_.device(), lane.workspace_bytes);
   for (Bucket& b : buckets_) b.codec->bind(lane_of(b).workspace.data());
 }
 
@@ -236,7 +236,7 @@ float* Reducer::staging_of(const Bucket& bucket) {
     for (const Bucket& b : buckets_) {
       if (b.lane == bucket.lane) most = std::max(most, b.elements());
     }
-    lane.staging = comm_.transport().exchange_memory(static_cast<size_t>(most) * sizeof(float));
+    lane.staging = Buffer(comm_.device(), static_cast<size_t>(most) * sizeof(float));
   }
   return lane.staging.as<float>();
 }

@@ -15,10 +15,6 @@ constexpr const char* kRemedy = "start one process per rank (torchrun, srun or m
 
 }  // namespace
 
-Buffer Transport::exchange_memory(size_t bytes) {
-  return Buffer(device(), bytes);
-}
-
 std::unique_ptr<Transport> Transport::split(const std::vector<int>&) {
   throw BadInput(fmt::format("the {} transport cannot be split", name()));
 }

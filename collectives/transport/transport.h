@@ -187,10 +187,6 @@ class Transport {
   // new group outlives this group and is not notified of this group's failures. Throws BadInput if the
   // transport does not support split().
   virtual std::unique_ptr<Transport> split(const std::vector<int>& members);
-  // Returns memory on the transport's device for buffers that are sent or received repeatedly. NCCL registers
-  // the memory and may then skip a copy. Small buffers share an allocation and are released together. The
-  // memory is valid only while the transport exists.
-  virtual Buffer exchange_memory(size_t bytes);
   // Returns why exchanges cannot be captured in a graph (runtime/device/graph.h), and the remedy; "" if
   // exchanges can be captured. Capturing is collective, and the same exchanges must have run once without
   // capture.

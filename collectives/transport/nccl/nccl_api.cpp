@@ -58,10 +58,6 @@ NcclApi load() {
   find(handle, api.last_error, "ncclGetLastError", false);
   find(handle, api.shrink, "ncclCommShrink", false);
   find(handle, api.revoke, "ncclCommRevoke", false);
-  find(handle, api.mem_alloc, "ncclMemAlloc", false);
-  find(handle, api.mem_free, "ncclMemFree", false);
-  find(handle, api.comm_register, "ncclCommRegister", false);
-  find(handle, api.comm_deregister, "ncclCommDeregister", false);
   return api;
 }
 

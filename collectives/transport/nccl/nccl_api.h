@@ -34,11 +34,6 @@ struct NcclApi {
   ncclResult_t (*shrink)(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) = nullptr;  // NCCL 2.27
   ncclResult_t (*revoke)(ncclComm_t, int) = nullptr;                                         // NCCL 2.28.7
 
-  ncclResult_t (*mem_alloc)(void**, size_t) = nullptr;  // NCCL 2.19
-  ncclResult_t (*mem_free)(void*) = nullptr;
-  ncclResult_t (*comm_register)(const ncclComm_t, void*, size_t, void** handle) = nullptr;  // NCCL 2.19
-  ncclResult_t (*comm_deregister)(const ncclComm_t, void* handle) = nullptr;
-
   // Returns an error text, e.g. "unhandled system error (socket closed by peer)".
   std::string text(ncclResult_t result, ncclComm_t comm) const;
   std::string version() const;  // e.g. "2.28.9"

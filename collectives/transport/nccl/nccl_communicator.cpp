@@ -19,8 +19,6 @@ using std::chrono::milliseconds;
 
 // How long a call in progress may take to return before the communicator is ended regardless.
 constexpr milliseconds kGrace{200};
-// How long deregistering memory may wait for a call in progress.
-constexpr milliseconds kDeregister{1000};
 
 }  // namespace
 
@@ -89,13 +87,6 @@ std::string NcclCommunicator::error(milliseconds patience) {
   return result == ncclSuccess || result == ncclInProgress ? "" : "NCCL: " + api_.text(result, comm_);
 }
 
-WhileAlive NcclCommunicator::while_alive() const {
-  return [use = use_](const std::function<void()>& call) {
-    const Turn turn(use, kDeregister);
-    if (turn.entered) call();
-  };
-}
-
 // Waits briefly for a call in progress, because an abort frees memory that the call uses. If the call is
 // stuck, asks NCCL to end the call (ncclCommRevoke, if available), and aborts if the call still does not end.
 // Does not access the object after the abort.
@@ -131,11 +122,6 @@ void NcclCommunicator::end() {
 bool NcclCommunicator::ended_within(milliseconds patience) {
   std::unique_lock lock(use_->mutex);
   return use_->changed.wait_for(lock, patience, [&] { return use_->ended; });
-}
-
-void NcclCommunicator::close() {
-  std::lock_guard lock(use_->mutex);
-  use_->closed = true;
 }
 
 void NcclCommunicator::destroy(const std::function<bool()>& must_abort) {

@@ -65,9 +65,6 @@ ncclResult_t run_nccl_allreduce(const NcclApi& api, ncclComm_t comm, cudaStream_
 ncclComm_t init_nccl(const NcclApi& api, const std::shared_ptr<GpuCalls>& gpu, int rank, int world,
                      const ncclUniqueId& id, SteadyClock::time_point deadline);
 
-// Runs the given function if the communicator still exists.
-using WhileAlive = std::function<void(const std::function<void()>&)>;
-
 class NcclCommunicator {
  public:
   using Call = std::function<ncclResult_t(ncclComm_t, const NcclPatience&)>;
@@ -88,7 +85,7 @@ class NcclCommunicator {
   const NcclApi& api() const { return api_; }
   GpuCalls& gpu() const { return *gpu_; }
 
-  // Runs `call` on this thread. Returns ncclInProgress if the call must not run: after end() or close(), or
+  // Runs `call` on this thread. Returns ncclInProgress if the call must not run: after end(), or
   // while another call is in progress for longer than `limits.turn`.
   ncclResult_t run(const Call& call, const Limits& limits);
   // Runs `call` on another thread, which may outlive this object: `call` must own everything that it uses.
@@ -96,16 +93,12 @@ class NcclCommunicator {
   ncclResult_t run_apart(Call call, const Limits& limits);
   // Returns NCCL's error for the communicator; "" if there is no error or a call is in progress.
   std::string error(std::chrono::milliseconds patience);
-  // Returns a function that runs its argument if the communicator still exists at that time.
-  WhileAlive while_alive() const;
 
   // Ends the communicator after a failure: kernels that wait for a peer end. May never return, so this object
   // may be destroyed before end() returns.
   void end();
   // Returns whether end() has returned or returns within `patience`.
   bool ended_within(std::chrono::milliseconds patience);
-  // Prevents all further calls.
-  void close();
   // Destroys an owned communicator, or aborts it if `must_abort` returns true. Takes at most 2 * kFarewell.
   void destroy(const std::function<bool()>& must_abort);
 

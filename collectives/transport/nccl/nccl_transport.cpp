@@ -29,7 +29,6 @@ NcclTransport::NcclTransport(std::unique_ptr<NcclCommunicator> comm, NcclSetup s
       calls_(rank(), world(), setup_.group.get(), setup_.timeout),
       watch_(*comm_, setup_.group.get(), setup_.timeout,
              [this](const WatchedExchange& stalled) { return calls_.other_call(stalled); }),
-      memory_(*comm_, device(), setup_.timeout),
       connected_(static_cast<size_t>(world())) {
   join_group();
 }
@@ -49,7 +48,6 @@ void NcclTransport::join_group() {
 NcclTransport::~NcclTransport() {
   if (setup_.regrouping) setup_.regrouping->quorum->leave();
   const bool failed = watch_.stop();
-  comm_->close();  // NCCL's memory may outlive the transport
   // Announce an orderly departure before hanging up.
   if (setup_.group) setup_.group->leave();
   comm_->destroy([&] { return failed || !watch_.drained(); });
@@ -197,15 +195,6 @@ void NcclTransport::check() {
   const std::string what = calls_.in_this_call(calls_.current().empty() ? "between calls" : calls_.current());
   watch_.throw_if_failed(what);
   if (const std::string text = comm_->error(kPatience); !text.empty()) watch_.give_up(what, text);
-}
-
-// Returns memory that NCCL has registered, or ordinary memory if NCCL refuses.
-Buffer NcclTransport::exchange_memory(size_t bytes) {
-  const NcclApi& api = comm_->api();
-  const bool can = setup_.owned && watch_.watches() && world() > 1 && bytes > 0 &&
-                   api.comm_register != nullptr && api.comm_deregister != nullptr;
-  Buffer memory = can ? memory_.allocate(bytes) : Buffer();
-  return memory.data() != nullptr ? std::move(memory) : Transport::exchange_memory(bytes);
 }
 
 void NcclTransport::send_message(const std::string& message) {

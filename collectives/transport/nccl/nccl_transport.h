@@ -16,7 +16,6 @@
 #include "collectives/transport/nccl/nccl_api.h"
 #include "collectives/transport/nccl/nccl_call_sequence.h"
 #include "collectives/transport/nccl/nccl_communicator.h"
-#include "collectives/transport/nccl/nccl_memory.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {
@@ -63,7 +62,6 @@ class NcclTransport final : public Transport,
   void check() override;
   // Returns a group without a store: its errors name fewer ranks, and its calls are not compared.
   std::unique_ptr<Transport> split(const std::vector<int>& members) override;
-  Buffer exchange_memory(size_t bytes) override;
 
   NativeAllreduce* native_allreduce() override { return this; }
   MessagesToRankZero* messages() override { return setup_.group ? this : nullptr; }
@@ -106,7 +104,6 @@ class NcclTransport final : public Transport,
   const std::unique_ptr<NcclCommunicator> comm_;
   NcclCallSequence calls_;
   NcclWatch watch_;
-  NcclMemoryPool memory_;
   // Used only by the thread that makes calls.
   uint64_t exchanges_ = 0;
   std::vector<Connected> connected_;  // connections by peer
