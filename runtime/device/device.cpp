@@ -45,9 +45,8 @@ std::vector<Device> available_devices() {
   return devices;
 }
 
-bool enable_access(Device from, Device to) {
-  if (from == to) return true;
-  return from.is_cuda() && to.is_cuda() && cuda::enable_peer_access(from.index, to.index);
+void enable_access(Device from, Device to) {
+  if (from != to && from.is_cuda() && to.is_cuda()) cuda::enable_peer_access(from.index, to.index);
 }
 
 DeviceMemory device_memory(Device device) {

@@ -49,9 +49,9 @@ struct Device {
 bool built_with_cuda();
 // Returns the number of usable CUDA devices; 0 without a driver or without the CUDA side. Never throws.
 int cuda_device_count();
-// Lets kernels and copies on `from` access memory of `to` directly. Returns false where the hardware does not
-// support direct access; copies then go through the host.
-bool enable_access(Device from, Device to);
+// Lets kernels and copies on `from` access memory of `to` directly, where the hardware supports it. Elsewhere
+// copies go through the host.
+void enable_access(Device from, Device to);
 // Returns a short reason why cuda_device_count() is 0, for messages.
 std::string cuda_unavailable_reason();
 // Returns all devices that this process can compute on: the host first, then each CUDA device. Tests are

@@ -296,10 +296,10 @@ std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& str
   return std::shared_ptr<void>(data, [stream](void* p) { ignore(cudaFreeAsync(p, stream->native())); });
 }
 
-bool enable_peer_access(int device_index, int peer_index) {
+void enable_peer_access(int device_index, int peer_index) {
   int can = 0;
   GW_CUDA_CHECK(cudaDeviceCanAccessPeer(&can, device_index, peer_index));
-  if (can == 0) return false;
+  if (can == 0) return;
   set_device(device_index);
   const cudaError_t status = cudaDeviceEnablePeerAccess(peer_index, 0);
   if (status == cudaErrorPeerAccessAlreadyEnabled) {
@@ -307,7 +307,6 @@ bool enable_peer_access(int device_index, int peer_index) {
   } else {
     check(status, "cudaDeviceEnablePeerAccess");
   }
-  return true;
 }
 
 void copy(CudaStream stream, void* dst, const void* src, size_t bytes) {

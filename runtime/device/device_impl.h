@@ -60,8 +60,8 @@ void launch_graph(int device_index, void* executable, CudaStream origin);
 std::shared_ptr<void> allocate(int device_index, size_t bytes);
 std::shared_ptr<void> allocate_pinned(size_t bytes);
 std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& stream, size_t bytes);
-// Returns whether the device can access the peer's memory, and enables the access.
-bool enable_peer_access(int device_index, int peer_index);
+// Does nothing if the device cannot access the peer's memory.
+void enable_peer_access(int device_index, int peer_index);
 void copy(CudaStream stream, void* dst, const void* src, size_t bytes);
 void fill_zero(CudaStream stream, void* dst, size_t bytes);
 void store(CudaStream stream, void* dst, const void* value, size_t bytes);
