@@ -17,6 +17,7 @@ struct EnvironmentVariable {
   std::string_view names;      // one, or several that share a meaning, separated by spaces
   std::string_view otherwise;  // the value that is used when the variable is not set
   std::string_view meaning;
+  bool any_line_end = false;  // a carriage return is not an error: the reader ignores the line's end
 };
 
 struct EnvironmentGroup {
@@ -34,7 +35,8 @@ constexpr EnvironmentVariable kOwn[] = {
      "(docs/formats.md); an error if there are none"},
     {"GRADWIRE_SECRET", "none",
      "Text that authenticates the ranks of a run; the same on every rank. Required for ranks on several "
-     "machines with a tcp:// rendezvous (docs/running.md)"},
+     "machines with a tcp:// rendezvous (docs/running.md)",
+     true},
     {"GRADWIRE_SECRET_FILE", "none",
      "File that contains the secret. Only its owner may read it; a file of root may also be readable by a "
      "group of this process (mode 440)"},
@@ -147,9 +149,7 @@ const char* environment(const char* name) {
     for (const EnvironmentVariable& v : group.variables) {
       if (fmt::format(" {} ", v.names).find(word) == std::string::npos) continue;
       const char* value = std::getenv(name);
-      // The line end of a secret does not count (checked_secret()).
-      const bool any_line_end = word == " GRADWIRE_SECRET ";
-      if (value != nullptr && !any_line_end && std::strchr(value, '\r') != nullptr) {
+      if (value != nullptr && !v.any_line_end && std::strchr(value, '\r') != nullptr) {
         throw BadInput(std::string(name) +
                        " contains a carriage return, as from a file with Windows line ends; "
                        "set it without");
