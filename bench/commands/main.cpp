@@ -8,7 +8,6 @@
 #include "runtime/util/file.h"
 #include "runtime/util/parse.h"
 #include "runtime/util/signals.h"
-#include "trainer/cli/parse_error.h"
 
 namespace {
 

@@ -58,9 +58,6 @@ class BadInput(CommandTest):
             f.write(b"\x00\x00\x0c\x01" + bytes(40))
         self.refuse(["--data", f"fashion-mnist:{data}"], labels, "wrong magic number 0x00000c01")
 
-    def test_unknown_model(self):
-        self.refuse(["--model", "vit_giant"], "unknown model 'vit_giant'", "vit_tiny", "vit_l_32")
-
     def test_invalid_specs(self):
         for spec, part in (("powersgd:rank=0", "rank='0'"), ("zip", "unknown method 'zip'"),
                            ("bf16:", "nothing after"), ("", "unknown method ''"),
@@ -83,16 +80,10 @@ class BadInput(CommandTest):
     def test_invalid_links(self):
         for link in ("0", "fast", "-1Gbit", "100", "0.1kbit", "9Tbit", "1Gbit,", "1Gbit,5", "1Gbit,60s"):
             self.refuse(synthetic("--ranks", "2", f"--link={link}"), f"--link {link}: ", "such as")
-        self.refuse(synthetic("--ranks", "2", "--device", "cuda", "--link", "1Gbit"),
-                    "--link 1Gbit: links between GPUs (--device cuda)", "--device host")
 
     def test_schedule_nccl_without_nccl(self):
         self.refuse(synthetic("--ranks", "2", "--device", "host", "--compression", "fp32:schedule=nccl"),
                     "schedule=nccl needs a process with a GPU for each rank", "torchrun", "schedule=auto")
-
-    def test_batch_larger_than_the_shard(self):
-        self.refuse(synthetic("--ranks", "4", "--batch-size", "65"), "--batch-size 65",
-                    "64 for each of 4 ranks", "--batch-size 64 or less")
 
     def test_model_that_does_not_match_the_data(self):
         data = self.write_fashion_mnist()
@@ -102,22 +93,16 @@ class BadInput(CommandTest):
         self.refuse(synthetic("--heads", "3"), "--heads 3")
 
     def test_invalid_numbers(self):
-        for flag, value in (("--ranks", "0"), ("--ranks", "-1"), ("--batch-size", "0"), ("--steps", "0"),
-                            ("--epochs", "-1"), ("--epochs", "nan"), ("--lr", "nan"), ("--bucket-mb", "0"),
-                            ("--bucket-mb", "many"), ("--timeout-s", "0"), ("--warmup", "-1"),
-                            ("--accumulate", "0"), ("--log-every", "0"), ("--ranks", "two"),
+        for flag, value in (("--ranks", "0"), ("--lr", "nan"), ("--bucket-mb", "0"), ("--bucket-mb", "many"),
                             ("--batch-size", "1e3"), ("--seed", "-1"), ("--lr", "")):
             self.refuse(synthetic(flag, value), flag)
 
     def test_unknown_flags_and_words(self):
-        for flag in ("--frobnicate",):
-            self.refuse(synthetic(flag, "x"), flag)
         self.refuse(synthetic("--precision", "fp8"), "--precision: 'fp8' is not one of fp32, tf32, bf16")
         self.refuse(synthetic("--gelu", "quick"), "--gelu: 'quick' is not one of exact, tanh")
         self.refuse(synthetic("--augment", "rotate"), "--augment 'rotate'", "flip,crop")
         self.assert_refused(self.run_command("train", *SYNTHETIC, "--bucket-mb", "1", "--bucket-mb", "2"),
                             "--bucket-mb")
-        self.refuse([*SYNTHETIC, "--ranks", "1", "--ranks", "2"], "--ranks")
         self.assert_refused(self.run_command("train", "--seed"), "--seed needs a value: N from 0 to")
         self.assert_refused(self.run_command(), "name a command: train, compare, doctor")
         self.assert_refused(self.run_command("fly"), "fly")

@@ -113,10 +113,10 @@ TEST_P(DionCheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheMomenta) {
 TEST(DionOptions, ComposeWithTheWireFormat) {
   const auto resolved = [](const char* optimizer, const char* compression, bool shard_optimizer = false) {
     RunOptions o;
-    o.data = "synthetic";
+    o.data_text = "synthetic";
     o.device = DeviceChoice::host;
-    o.matrix_optimizer = optimizer;
-    if (*compression != '\0') o.compression = {compression};
+    if (*optimizer != '\0') o.optimizer_text = optimizer;
+    if (*compression != '\0') o.specs = {compression};
     o.shard_optimizer = shard_optimizer;
     return resolve_machine(o).config;
   };

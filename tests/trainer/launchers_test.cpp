@@ -391,10 +391,10 @@ TEST(Launcher, RejectsAWorldOfOneUnderALauncherOfMoreRanks) {
   o.launch = launched_with({{"RANK", "2"}, {"WORLD_SIZE", "4"}});
   EXPECT_EQ(resolve(o).config.ranks(), 4);
   EXPECT_TRUE(resolve(o).config.processes);
-  o.ranks = 4;  // agrees with the launcher
+  o.rank_count = 4;  // agrees with the launcher
   EXPECT_EQ(resolve(o).config.ranks(), 4);
   for (int ranks : {1, 2}) {
-    o.ranks = ranks;
+    o.rank_count = ranks;
     expect_bad_input([&] { resolve(o); }, {fmt::format("--ranks {}", ranks), "started 4 processes"});
   }
 }

@@ -13,9 +13,9 @@ namespace gradwire::testing {
 // Returns a run of 4 ranks on the host, with synthetic images.
 inline RunOptions synthetic() {
   RunOptions o;
-  o.data = "synthetic:400";
+  o.data_text = "synthetic:400";
   o.device = DeviceChoice::host;
-  o.ranks = 4;
+  o.rank_count = 4;
   o.batch_size = 10;
   return o;
 }

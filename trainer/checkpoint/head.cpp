@@ -125,46 +125,30 @@ void check_same_checkpoint(const CheckpointHead& head, const SafetensorsReader& 
   }
 }
 
-// Returns the first part of two values that differs, such as "the checkpoint has model.width 64, this run
-// 128".
-static std::string difference_text(std::string key, const Json& saved, const Json& current) {
-  if (saved.is_object() && current.is_object()) {
-    for (const auto& [part, value] : saved.items()) {
-      if (const Json now = current.value(part, Json()); now != value) {
-        return difference_text(key + "." + part, value, now);
-      }
-    }
-  }
-  return fmt::format("the checkpoint has {} {}, this run {}", key, saved.dump(), current.dump());
-}
-
 std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head) {
   const Json saved = Json::parse(head.config), current = Json::parse(config_text(config));
   std::vector<std::string> notes, differences;
-  for (const char* key : {"model", "optimizer", "momentum"}) {
-    const Json old_value = saved.value(key, Json()), new_value = current.value(key, Json());
-    // For momentum, compare only whether a momentum buffer exists.
-    auto zero = [](const Json& j) { return j.is_number() && j.get<double>() == 0.0; };
-    const bool fits =
-        std::string(key) == "momentum" ? zero(old_value) == zero(new_value) : old_value == new_value;
-    if (!fits) {
-      throw BadInput(fmt::format("--resume {}: {}; to load only the weights, use --init", head.path,
-                                 difference_text(key, old_value, new_value)));
+  for (const Setting& setting : settings()) {
+    if (setting.key == nullptr || setting.effect < Setting::Effect::bits) continue;
+    const std::string key = setting.key;
+    const Json was = value_of(setting, saved), now = value_of(setting, current);
+    if (was == now) continue;
+    // Without momentum, there is no momentum buffer.
+    const bool buffer_differs = key == "momentum" && (was == 0.0) != (now == 0.0);
+    if (buffer_differs || setting.effect == Setting::Effect::state) {
+      // A checkpoint without the key: shows the whole model.
+      const std::string shown = was.is_null() ? key.substr(0, key.find('.')) : key;
+      throw BadInput(fmt::format(
+          "--resume {}: the checkpoint has {} {}, this run {}; to load only the weights, use --init",
+          head.path, shown, was.is_null() ? saved.value(shown, Json()).dump() : was.dump(),
+          was.is_null() ? current.value(shown, Json()).dump() : now.dump()));
     }
+    differences.push_back(fmt::format("{} {}, now {}", key, was.dump(), now.dump()));
   }
   if (head.position.step > config.steps) {
     throw BadInput(fmt::format(
         "--resume {}: the checkpoint is at step {}, the run ends at {}; give more --steps or --epochs",
         head.path, head.position.step, config.steps));
-  }
-  for (const char* key : {"data",       "augment",      "compression", "gather_weights", "batch_size",
-                          "accumulate", "steps",        "lr",          "dion_lr",        "muon_lr",
-                          "mu",         "warmup_steps", "momentum",    "beta1",          "beta2",
-                          "eps",        "weight_decay", "precision",   "seed",           "bucket_mb",
-                          "device"}) {
-    const Json old_value = saved.value(key, Json()), new_value = current.value(key, Json());
-    if (old_value != new_value)
-      differences.push_back(fmt::format("{} {}, now {}", key, old_value.dump(), new_value.dump()));
   }
   const Json shard = saved.value("shard", Json("none"));
   if (shard != "none" && shard != "optimizer") {

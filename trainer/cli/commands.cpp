@@ -28,15 +28,15 @@
 
 namespace gradwire {
 
-void plan(const PlanOptions& options) {
+void plan(const RunOptions& options) {
   OutputFile file(options.json);
   PlanRequest request{.cluster = read_cluster(options.cluster),
-                      .ranks = options.ranks.value_or(1),
-                      .model = named_model(options.model),
+                      .ranks = options.rank_count,
+                      .model = named_model(options.model.name),
                       .batch_size = options.batch_size,
-                      .specs = options.compression,
+                      .specs = options.specs,
                       .bucket_mb = {}};
-  for (double mb : options.bucket_mb) request.bucket_mb.push_back(std::llround(std::ceil(mb)));
+  for (double mb : options.buckets_mb) request.bucket_mb.push_back(std::llround(std::ceil(mb)));
   const Plan made = make_plan(request);
   std::fputs(plan_text(request, made).c_str(), stdout);
   file.write(plan_json(request, made));
@@ -99,7 +99,7 @@ std::string with_run(std::string metrics, const std::string& path) {
 
 }  // namespace
 
-void top(const TopOptions& options) {
+void top(const FileOptions& options) {
   const bool terminal = isatty(STDOUT_FILENO) == 1;
   const bool once = options.prometheus || !terminal;
   LogReader log(options.log);
@@ -183,25 +183,25 @@ ProgramResult run_program(const char* name, const std::vector<std::string>& argu
 
 }  // namespace
 
-int write_report(const ReportOptions& options) {
+int write_report(const FileOptions& options) {
   for (const std::string& file : options.files) open_regular_file(file);
-  OutputFile output(options.output);
+  OutputFile output(options.page);
   const ProgramResult page = run_program("report.py", options.files);
   if (page.code != 0) return page.code;
   output.write(page.output);
   if (output.is_regular()) {
-    say(fmt::format("Report: {}, {}", options.output, human_bytes(static_cast<double>(page.output.size()))));
+    say(fmt::format("Report: {}, {}", options.page, human_bytes(static_cast<double>(page.output.size()))));
   }
   return 0;
 }
 
-int export_events(const ExportOptions& options) {
-  for (const std::string& log : options.logs) open_regular_file(log);
+int export_events(const FileOptions& options) {
+  for (const std::string& log : options.files) open_regular_file(log);
   if (fs::exists(options.tensorboard) && !fs::is_directory(options.tensorboard)) {
     throw BadInput(fmt::format("--tensorboard {}: not a folder", options.tensorboard));
   }
   std::vector<std::string> arguments{options.tensorboard};
-  arguments.insert(arguments.end(), options.logs.begin(), options.logs.end());
+  arguments.insert(arguments.end(), options.files.begin(), options.files.end());
   const ProgramResult events = run_program("export_tensorboard.py", arguments);
   std::fputs(events.output.c_str(), stdout);
   return events.code;

@@ -1,52 +1,49 @@
-// `gradwire plan` predicts training steps on a cluster that one does not have.
+// The commands except train.
 #pragma once
 
-#include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
+#include "trainer/config/settings.h"
+
 namespace gradwire {
 
-struct PlanOptions {
-  std::string cluster;
-  std::optional<int> ranks;
-  std::string model = "vit_b_32";
-  int64_t batch_size = 32;
-  std::vector<std::string> compression;
-  std::vector<double> bucket_mb;
-  std::string json;
+// `gradwire compare`: one run per compression, bucket size and seed, then one table. Throws BadInput before
+// the first run starts, and the exceptions of a run. Skips runs that an earlier call with the same --json
+// finished with the same settings.
+void compare(const RunOptions& options);
+
+// `gradwire doctor` reports which features this machine and this build support, and why other features
+// are off. With several ranks, also reports the speed of their links and recommends a compression.
+
+// Returns the default options of doctor and plan, which differ from the defaults of train: vit_b_32, batches
+// of 32, a timeout of 10 s.
+RunOptions doctor_defaults();
+// Prints the report on rank 0 and, with options.json, writes it to a file. Collective if a launcher has
+// started several processes. Blocks for seconds. Throws CommError when a rank does not answer in time.
+void doctor(RunOptions options);
+
+// `gradwire plan` predicts training steps on a cluster that one does not have. Prints the plan and, with
+// options.json, writes it to a file. Throws BadInput.
+void plan(const RunOptions& options);
+
+// The options of the commands that only read files.
+struct FileOptions {
+  std::string log;                 // top: of the run
+  bool prometheus = false;         // top
+  std::vector<std::string> files;  // report and export: logs and results
+  std::string page = "report.html",
+              tensorboard;  // the output of report, and the folder of export's event files
 };
 
-// Prints the plan and, with options.json, writes it to a file. Throws BadInput.
-void plan(const PlanOptions& options);
+// `gradwire top` follows a run through its log. Returns when the run has ended or, without a terminal, after
+// one reading. Throws BadInput if the file cannot be read or is not a run log.
+void top(const FileOptions& options);
 
-// `gradwire top`: follows a run through its log.
-
-struct TopOptions {
-  std::string log;
-  bool prometheus = false;
-};
-
-// Displays the run's state. Returns when the run has ended or, without a terminal, after one reading. Throws
-// BadInput if the file cannot be read or is not a run log.
-void top(const TopOptions& options);
-
-// `gradwire report` and `gradwire export`: start the Python programs of trainer/report.
-
-struct ReportOptions {
-  std::vector<std::string> files;
-  std::string output = "report.html";
-};
-
-struct ExportOptions {
-  std::vector<std::string> logs;
-  std::string tensorboard;  // folder of the event files
-};
-
-// Write the page, or the event files. Return the exit code of the Python program, which prints its error as
-// one line. Throw BadInput if a file cannot be read or written, and Error if Python cannot be started.
-int write_report(const ReportOptions& options);
-int export_events(const ExportOptions& options);
+// `gradwire report` and `gradwire export` start the Python programs of trainer/report. Return the exit code
+// of the program, which prints its error as one line. Throw BadInput if a file cannot be read or written, and
+// Error if Python cannot be started.
+int write_report(const FileOptions& options);
+int export_events(const FileOptions& options);
 
 }  // namespace gradwire

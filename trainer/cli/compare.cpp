@@ -1,4 +1,4 @@
-#include "trainer/cli/compare.h"
+#include "trainer/cli/commands.h"
 
 #include <fmt/format.h>
 
@@ -13,6 +13,7 @@
 #include "runtime/util/file.h"
 #include "runtime/util/parse.h"
 #include "runtime/util/signals.h"
+#include "trainer/cli/launcher.h"
 #include "trainer/cli/session.h"
 #include "trainer/log/console.h"
 #include "trainer/log/records.h"
@@ -223,17 +224,16 @@ void say_earlier(const std::vector<PlannedRun>& runs) {
       done, runs.size()));
 }
 
-}  // namespace
-
+// Returns the specs of --compression; `shelf` stands for shelf_specs(), which come first. Throws BadInput
+// without specs.
 std::vector<std::string> compared_specs(const RunOptions& options) {
   std::vector<std::string> all;
   const auto has = [&](const std::string& text) {
     return std::find(all.begin(), all.end(), text) != all.end();
   };
-  const bool shelf =
-      std::find(options.compression.begin(), options.compression.end(), kShelf) != options.compression.end();
+  const bool shelf = std::find(options.specs.begin(), options.specs.end(), kShelf) != options.specs.end();
   if (shelf) all = shelf_specs();
-  for (const std::string& text : options.compression) {
+  for (const std::string& text : options.specs) {
     if (text == kShelf) continue;
     if (AutoCompression::is_request(text)) {
       throw BadInput(fmt::format(
@@ -249,9 +249,11 @@ std::vector<std::string> compared_specs(const RunOptions& options) {
   return all;
 }
 
+}  // namespace
+
 void compare(const RunOptions& given) {
   RunOptions options = given;
-  options.compression = compared_specs(given);
+  options.specs = compared_specs(given);
   Resolved run = resolve(options);
   std::vector<PlannedRun> runs = plan_runs(run, options.seeds);
   const bool prints = leads(options);
@@ -265,7 +267,7 @@ void compare(const RunOptions& given) {
     if (OutputFile::would_be_regular(options.json)) {
       // With --trace, repeat all runs, because an earlier run may lack the trace or
       // profile.
-      const bool reuses = options.trace.empty() && !options.trace_steps;
+      const bool reuses = options.trace.empty() && !options.trace_text;
       if (reuses) find_earlier_runs(runs, run.data, options.json);
       name_logs(runs, options.json);
     } else {

@@ -1,4 +1,4 @@
-#include "trainer/cli/doctor.h"
+#include "trainer/cli/commands.h"
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -237,13 +237,17 @@ Json peaks_json(const Peaks& peaks) {
 
 RunOptions doctor_defaults() {
   RunOptions options;
-  options.model = "vit_b_32";
+  options.model.name = "vit_b_32";
   options.batch_size = 32;
   options.timeout_s = 10;
   return options;
 }
 
 void doctor(RunOptions options) {
+  if (options.environment) {
+    std::fputs(environment_text().c_str(), stdout);
+    return;
+  }
   std::string launcher = "none", refused;
   try {
     options.launch = detect_launcher();
@@ -256,8 +260,9 @@ void doctor(RunOptions options) {
   }
   const bool leads = !options.launch || options.launch->rank == 0;
   OutputFile file = leads ? OutputFile(options.json) : OutputFile();
-  if (!options.ranks && !options.launch && options.device != DeviceChoice::host && cuda_device_count() > 1) {
-    options.ranks = cuda_device_count();
+  if (options.rank_count == 0 && !options.launch && options.device != DeviceChoice::host &&
+      cuda_device_count() > 1) {
+    options.rank_count = cuda_device_count();
   }
   const TrainConfig config = resolve_machine(options).config;
   auto say = [&](const std::string& text) {

@@ -306,6 +306,14 @@ std::string rendezvous_for(const Launch& launch, const std::string& rendezvous) 
                   launch.launcher, launch.world, launch.variables));
 }
 
+namespace {
+
+JoinOptions join_options(const RunOptions& o) {
+  JoinOptions how{.rendezvous = o.rendezvous, .timeout_s = o.timeout_s};
+  if (o.link_text) how.link = EmulatedLink::parse(*o.link_text);
+  return how;
+}
+
 TcpOptions tcp_options(const JoinOptions& how) {
   TcpOptions options;
   options.shrinkable = how.shrinkable;
@@ -313,6 +321,8 @@ TcpOptions tcp_options(const JoinOptions& how) {
   options.group.timeout = std::chrono::milliseconds(static_cast<int64_t>(how.timeout_s * 1e3));
   return options;
 }
+
+}  // namespace
 
 std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how, Device device) {
   TcpOptions options = tcp_options(how);
@@ -334,16 +344,27 @@ std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how,
   }
 }
 
+std::unique_ptr<Communicator> join(const RunOptions& o, const TrainConfig& config) {
+  if (!o.launch || o.launch->world == 1) return nullptr;
+  Device device = config.devices[static_cast<size_t>(o.launch->rank)];
+  if (device.is_cuda() && o.launch->local_rank >= 0) {
+    device = Device::cuda(o.launch->local_rank % cuda_device_count());
+  }
+  JoinOptions how = join_options(o);
+  how.shrinkable = static_cast<bool>(config.elastic);
+  how.link = config.link;
+  return join(*o.launch, how, device);
+}
+
 Launch launch_of_joiner(const std::string& path) {
   const int launched = read_members(path).launched;
   return {.launcher = "--join", .variables = path, .rank = launched, .world = launched, .rendezvous = ""};
 }
 
-std::unique_ptr<Communicator> join_members(const std::string& path, const std::string& about,
-                                           const JoinOptions& how) {
-  return Communicator::join_tcp(tcp_options(how),
+std::unique_ptr<Communicator> join_members(const RunOptions& options, const std::string& about) {
+  return Communicator::join_tcp(tcp_options(join_options(options)),
                                 {.invitation =
-                                     [path] {
+                                     [path = options.join] {
                                        try {
                                          return read_members(path).invitation;
                                        } catch (const BadInput&) {  // the run has ended or has not begun yet

@@ -11,27 +11,11 @@
 #include "collectives/transport/emulated_link.h"
 #include "runtime/device/device.h"
 #include "runtime/util/environment.h"
+#include "trainer/config/settings.h"
 
 namespace gradwire {
 
 class Communicator;
-
-struct Launch {
-  std::string launcher;   // "torchrun", "Slurm", "mpirun (Open MPI)", ...
-  std::string variables;  // "RANK=1 WORLD_SIZE=4"
-  int rank = 0, world = 1;
-  // The rank's number among the ranks on this machine, and the count of these ranks. -1 and 0 if the launcher
-  // does not set the values.
-  int local_rank = -1, local_world = 0;
-  // The rendezvous tcp://host:port, the same on every rank. Empty if unknown, and in a world of 1.
-  std::string rendezvous;
-  // The reason for an empty rendezvous: an invalid variable. This is an error only if the ranks need a
-  // rendezvous.
-  std::string no_rendezvous = {};
-  // The variable with the list of nodes, if rank 0 is assumed to run on the first node of this list.
-  // Otherwise empty.
-  std::string assumed_from = {};
-};
 
 // torchrun's agent may have a store on MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE). Gradwire's store is then
 // on MASTER_PORT + kPortsBeyond, or on MASTER_PORT - kPortsBeyond if the sum is above 65535.
@@ -61,12 +45,15 @@ struct JoinOptions {
 std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how,
                                    Device device = Device::host());
 
+// Connects to the other processes of the run. Returns null if this process is the only process.
+std::unique_ptr<Communicator> join(const RunOptions& options, const TrainConfig& config);
+
 // Returns the Launch of a process that joins the run whose --members is `path`. Until admission, its rank is
 // the run's world size at launch. Throws BadInput if the file cannot be read.
 Launch launch_of_joiner(const std::string& path);
-// Sends `about` to the run, and blocks until the run admits this process: see Communicator::join_tcp().
-std::unique_ptr<Communicator> join_members(const std::string& path, const std::string& about,
-                                           const JoinOptions& how);
+// Sends `about` to the run of --join, and blocks until the run admits this process: see
+// Communicator::join_tcp().
+std::unique_ptr<Communicator> join_members(const RunOptions& options, const std::string& about);
 
 // Divides the machine's cores among its processes, unless the launcher has bound each process to separate
 // cores or GRADWIRE_THREADS is set.

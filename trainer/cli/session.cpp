@@ -21,11 +21,8 @@
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/cli/commands.h"
-#include "trainer/cli/compare.h"
-#include "trainer/cli/doctor.h"
 #include "trainer/cli/flags.h"
 #include "trainer/cli/launcher.h"
-#include "trainer/cli/parse_error.h"
 #include "trainer/log/console.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/records.h"
@@ -110,7 +107,7 @@ void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& 
 AutoPlan auto_plan(const Resolved& run, const RunOptions& o) {
   Choices choices = run.automatic->choices({});
   // Larger buckets take more memory, so a limit keeps the default.
-  if (!o.bucket_mb.empty() || run.config.memory_limit > 0)
+  if (!o.buckets_mb.empty() || run.config.memory_limit > 0)
     choices.bucket_mb = {std::llround(run.config.bucket_mb)};
   if (run.config.memory_limit > 0) {
     std::erase_if(choices.specs, [config = run.config](const std::string& spec) mutable {
@@ -124,7 +121,7 @@ AutoPlan auto_plan(const Resolved& run, const RunOptions& o) {
 void choose_automatically(Resolved& run, const RunOptions& o, const AutoPlan& plan, Communicator* comm,
                           RunOutput& output) {
   const std::string& file = plan.request.plan;
-  const auto bucket_mb = o.bucket_mb.empty() ? std::nullopt : std::optional(run.config.bucket_mb);
+  const auto bucket_mb = o.buckets_mb.empty() ? std::nullopt : std::optional(run.config.bucket_mb);
   if (const auto saved = file.empty() ? std::nullopt : SavedPlan::read(plan.request, run.config, bucket_mb)) {
     run.config.compression = CompressionSpec::parse(saved->compression);
     run.config.bucket_mb = saved->bucket_mb;
@@ -256,7 +253,7 @@ std::string TrainInterruption::text(const std::string& checkpoint) const {
 std::string compare_interruption(const RunOptions& options, bool logged, size_t done, size_t all) {
   if (!logged) return "nothing was kept; with --json FILE, compare can be continued";
   const std::string kept = fmt::format("kept {} of {} runs next to {}", done, all, options.json);
-  const char* repeats = !options.trace.empty() ? "--trace" : options.trace_steps ? "--trace-steps" : nullptr;
+  const char* repeats = !options.trace.empty() ? "--trace" : options.trace_text ? "--trace-steps" : nullptr;
   if (repeats != nullptr) return fmt::format("{}; with {}, compare repeats all runs", kept, repeats);
   return fmt::format("{}; continue with:\n  {}", kept, command_line());
 }
@@ -300,9 +297,7 @@ int train(const RunOptions& options) {
   RunOutput output{.log = options.log, .log_every = options.log_every, .observer = interruption.get()};
   if (!options.join.empty()) {
     say(fmt::format("Joining the run of {}: waiting for its ranks to finish a step", options.join));
-    const RunPart part{.join_group = [&](const std::string& about) {
-      return join_members(options.join, about, join_options(options));
-    }};
+    const RunPart part{.join_group = [&](const std::string& about) { return join_members(options, about); }};
     return run_once(run.config, run.data, output, part).diverged() ? kDiverged : kDone;
   }
   std::unique_ptr<Communicator> comm = join(options, run.config);
@@ -319,14 +314,6 @@ int train(const RunOptions& options) {
   return kDone;
 }
 
-void run_doctor(const RunOptions& options, bool show_environment) {
-  if (show_environment) {
-    std::fputs(environment_text().c_str(), stdout);
-  } else {
-    doctor(options);
-  }
-}
-
 // Detects this process's launcher for train and compare.
 void detect_launch(RunOptions& options) {
   options.launch = detect_launcher();
@@ -337,29 +324,6 @@ void detect_launch(RunOptions& options) {
                    ": there is only one process; start several with torchrun, srun or mpirun, or set RANK "
                    "and WORLD_SIZE for each");
   }
-}
-
-// The options of commands that only read files.
-struct FileCommands {
-  PlanOptions plan;
-  TopOptions top;
-  ReportOptions report;
-  ExportOptions events;
-};
-
-void add_file_commands(CLI::App& app, FileCommands& o) {
-  CLI::App* plan_command = app.add_subcommand(
-      "plan", "Predict training steps on a cluster from its description, for each compression and schedule");
-  add_plan_flags(*plan_command, o.plan);
-  CLI::App* top_command = app.add_subcommand(
-      "top", "Follow a run by its log (train --log): progress, and which rank is the straggler");
-  add_top_flags(*top_command, o.top);
-  CLI::App* report_command = app.add_subcommand(
-      "report", "Write one page, for a browser, about comparisons, run logs and results of gradwire-bench");
-  add_report_flags(*report_command, o.report);
-  CLI::App* export_command =
-      app.add_subcommand("export", "Convert run logs for another program (--tensorboard)");
-  add_export_flags(*export_command, o.events);
 }
 
 // A train without flags is probably a question, and training takes minutes. A script whose flags got lost
@@ -377,20 +341,22 @@ int parse_and_run(int argc, char** argv) {
   app.set_version_flag("--version", "gradwire " GRADWIRE_VERSION);
   app.require_subcommand(1);
 
-  RunOptions options, doctor_options = doctor_defaults();
-  bool show_environment = false;
+  RunOptions options, doctor_options = doctor_defaults(), plan_options = doctor_defaults();
   CLI::App* train_command = app.add_subcommand("train", "Train a model");
-  add_train_flags(*train_command, options);
+  add_run_flags(*train_command, Setting::kTrain, options);
   CLI::App* compare_command = app.add_subcommand(
       "compare", "Train once per --compression and seed, everything else the same, and print one table");
-  add_compare_flags(*compare_command, options);
+  add_run_flags(*compare_command, Setting::kCompare, options);
   CLI::App* doctor_command = app.add_subcommand("doctor",
                                                 "Show devices, versions, and disabled features with the "
                                                 "reason; with several ranks, measure their links and "
                                                 "recommend a compression for --model");
-  add_doctor_flags(*doctor_command, doctor_options, show_environment);
-  FileCommands file_commands;
-  add_file_commands(app, file_commands);
+  add_run_flags(*doctor_command, Setting::kDoctor, doctor_options);
+  CLI::App* plan_command = app.add_subcommand(
+      "plan", "Predict training steps on a cluster from its description, for each compression and schedule");
+  add_run_flags(*plan_command, Setting::kPlan, plan_options);
+  FileOptions file_options;
+  add_file_commands(app, file_options);
   check_paths(app);
 
   const std::string first = argc > 1 ? argv[1] : "";
@@ -407,14 +373,14 @@ int parse_and_run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return report(parse_error_text(app, error).c_str(), kBadInput);
   }
-  if (app.got_subcommand("report")) return write_report(file_commands.report);
-  if (app.got_subcommand("export")) return export_events(file_commands.events);
-  if (app.got_subcommand("plan")) {
-    plan(file_commands.plan);
+  if (app.got_subcommand("report")) return write_report(file_options);
+  if (app.got_subcommand("export")) return export_events(file_options);
+  if (plan_command->parsed()) {
+    plan(plan_options);
   } else if (app.got_subcommand("top")) {
-    top(file_commands.top);
+    top(file_options);
   } else if (doctor_command->parsed()) {
-    run_doctor(doctor_options, show_environment);
+    doctor(doctor_options);
   } else {
     detect_launch(options);
     if (train_command->parsed()) return train(options);

@@ -12,6 +12,7 @@
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "runtime/util/parse.h"
+#include "trainer/config/settings.h"
 
 namespace gradwire {
 namespace {
@@ -46,20 +47,11 @@ VitConfig named_model(const std::string& name) {
 }
 
 void check_model(const VitConfig& model) {
-  struct Limit {
-    const char* flag;
-    int32_t value, most;
-  };
-  for (const Limit& limit :
-       {Limit{"--image-size", model.image, VitLimits::image}, Limit{"--patch", model.patch, VitLimits::patch},
-        Limit{"--width", model.width, VitLimits::width}, Limit{"--depth", model.depth, VitLimits::depth},
-        Limit{"--heads", model.heads, VitLimits::heads}, Limit{"--mlp", model.mlp, VitLimits::mlp},
-        Limit{"channels", model.channels, VitLimits::channels},
-        Limit{"classes", model.classes, VitLimits::classes}}) {
-    if (limit.value < 1 || limit.value > limit.most) {
-      throw BadInput(fmt::format("model {}: {} is {}; it must be from 1 to {}", model.name, limit.flag,
-                                 limit.value, limit.most));
-    }
+  for (const Setting& setting : settings()) {
+    const auto* size = std::get_if<int32_t VitConfig::*>(&setting.field);
+    if (size == nullptr || (model.**size >= 1 && model.**size <= setting.values.most)) continue;
+    throw BadInput(fmt::format("model {}: {} is {}; it must be from 1 to {}", model.name, setting.flag,
+                               model.**size, setting.values.most));
   }
   if (model.image % model.patch != 0) {
     std::vector<int32_t> fitting;

@@ -31,11 +31,6 @@ struct VitConfig {
 // Returns a model by name. Throws BadInput, which lists the known names, for an unknown name.
 VitConfig named_model(const std::string& name);
 std::vector<std::string> model_names();
-// The largest value of each size. The smallest value is 1.
-struct VitLimits {
-  static constexpr int32_t image = 4096, patch = 4096, width = 1 << 16, depth = 1024, heads = 1024,
-                           mlp = 1 << 18, channels = 1024, classes = 1 << 24;
-};
 // Throws BadInput unless image % patch == 0, width % heads == 0 and every size is within its limits.
 void check_model(const VitConfig& model);
 
@@ -87,6 +82,13 @@ struct ElasticRange {
   bool operator==(const ElasticRange&) const = default;
 };
 
+// The text of --compression auto.
+inline constexpr const char* kAutoGrammar = "auto[:error=E][,replan=off][,plan=FILE][,allow=SPEC+SPEC...]";
+
+constexpr double kDefaultEpochs = 3;
+constexpr int64_t kDefaultBucketMb = 25, kDefaultGradientGroup = 2, kMostLayersInGroup = 8;
+constexpr int kDefaultCheckpoints = 3;
+
 struct TrainConfig {
   VitConfig model;
   DataSpec data;
@@ -105,15 +107,16 @@ struct TrainConfig {
   std::string members;
 
   CompressionSpec compression;
-  double bucket_mb = 25;         // MiB
-  bool shard_optimizer = false;  // --shard optimizer: each rank updates a part of the weights
-  Wire gather_weights = kFp32;   // --shard: the format in which ranks exchange updated weights
+  double bucket_mb = kDefaultBucketMb;  // MiB
+  bool shard_optimizer = false;         // --shard optimizer: each rank updates a part of the weights
+  Wire gather_weights = kFp32;          // --shard: the format in which ranks exchange updated weights
   // Returns whether the ranks divide the optimizer's state. A single rank divides nothing.
   bool divides_optimizer() const { return shard_optimizer && ranks() > 1; }
   int64_t memory_limit = 0;  // bytes per rank; a run that needs more memory is rejected. 0: no limit
   // The next forward begins while gradients are in transfer; the bits do not change.
   bool overlap_forward = false;
-  int64_t gradient_group = 2;  // layers whose gradients CUDA ranks compute and send together
+  int64_t gradient_group =
+      kDefaultGradientGroup;  // layers whose gradients CUDA ranks compute and send together
   int64_t bucket_bytes() const { return static_cast<int64_t>(bucket_mb * (1 << 20)); }
 
   int64_t batch_size = 64;  // images per rank and micro-batch; the maximum over ranks if they differ
@@ -143,12 +146,12 @@ struct TrainConfig {
   double eval_every = 1;          // epochs between evaluations; also after the last step. 0: never
   int64_t eval_batch_size = 250;  // images per rank; affects only the order of summation
 
-  std::string init;                  // file of initial weights; empty: drawn from the seed
-  std::string checkpoint_directory;  // empty: no checkpoints
-  int64_t checkpoint_every = 0;      // optimizer steps between checkpoints; also after the last step
-  int checkpoint_keep = 3;           // older checkpoints are removed
-  bool ends_diverged = false;        // compare: the run ends soon after its loss is not finite
-  std::string resume;                // checkpoint to resume from; empty: start from scratch
+  std::string init;                           // file of initial weights; empty: drawn from the seed
+  std::string checkpoint_directory;           // empty: no checkpoints
+  int64_t checkpoint_every = 0;               // optimizer steps between checkpoints; also after the last step
+  int checkpoint_keep = kDefaultCheckpoints;  // older checkpoints are removed
+  bool ends_diverged = false;                 // compare: the run ends soon after its loss is not finite
+  std::string resume;                         // checkpoint to resume from; empty: start from scratch
 
   bool measure_peak = false;  // measure product and copy speed before the first step (measure/peaks.h)
 

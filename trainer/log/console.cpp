@@ -93,9 +93,8 @@ void Console::on_step(const StepRecord& step) {
   if (steps_done_ % options_.log_every != 0 && steps_done_ != config_.steps && steps_done_ != 1) return;
   std::string wire;
   if (step.wire_bytes > 0) {
-    wire = fmt::format("  sent {} ({:.2f}x)  waited {} ms", human_bytes(static_cast<double>(step.wire_bytes)),
-                       static_cast<double>(step.dense_bytes) / static_cast<double>(step.wire_bytes),
-                       milliseconds(step.exposed_comm_ms));
+    wire = fmt::format("  sent {} ({:.2f}x)  waited {} ms", human_bytes(step.wire_bytes),
+                       step.dense_bytes / step.wire_bytes, milliseconds(step.exposed_comm_ms));
   }
   print(fmt::format("step {}/{}  loss {:.4f}  lr {:.2e}  {} ms  {} images/s{}", steps_done_, config_.steps,
                     step.loss, step.lr, milliseconds(step.step_ms), human_count(step.images_per_s), wire));
@@ -198,23 +197,17 @@ std::string summary_line(const RunSummary& summary) {
 
 std::string prediction_text(const RunSummary& summary) {
   if (!summary.predicted) return "";
-  const StepParts &p = summary.predicted->parts, &m = summary.measured;
   Table table{{"part of a step", "predicted ms", "measured ms", "error"}};
-  auto add = [&](const char* part, double predicted, double measured) {
+  for (const StepPart& part : kStepParts) {
+    const double predicted = summary.predicted->parts.*part.value, measured = summary.measured.*part.value;
     const double error = 100 * (predicted / measured - 1);
-    table.push_back({part, milliseconds(predicted), milliseconds(measured),
+    table.push_back({part.name, milliseconds(predicted), milliseconds(measured),
                      std::isfinite(error) ? fmt::format("{:+.0f} %", error) : "-"});
-  };
-  add("compute", p.compute_ms, m.compute_ms);
-  add("kernels", p.kernels_ms, m.kernels_ms);
-  add("links and sums", p.links_ms, m.links_ms);
-  add("exposed", p.exposed_ms, m.exposed_ms);
-  add("optimizer", p.optimizer_ms, m.optimizer_ms);
-  add("step", p.step_ms, m.step_ms);
+  }
   return fmt::format(
       "Prediction against the medians of the run:\n{}The measured step is {} the predicted 90 % "
       "interval of {} to {} ms",
-      table_text(table), summary.predicted->holds(m.step_ms) ? "inside" : "outside",
+      table_text(table), summary.predicted->holds(summary.measured.step_ms) ? "inside" : "outside",
       milliseconds(summary.predicted->low_ms), milliseconds(summary.predicted->high_ms));
 }
 
@@ -226,22 +219,21 @@ std::string straggler_text(const RunSummary& summary) {
 }
 
 std::string shares_text(const RunSummary& summary) {
-  const StepShares& s = summary.shares;
-  auto part = [](const char* what, double share) {
-    return share < 0.0005 ? "" : fmt::format(", {} {:.1f} %", what, 100 * share);
+  const auto share = [](const char* name, double fraction) {
+    return fraction < 0.0005 ? "" : fmt::format(", {} {:.1f} %", name, 100 * fraction);
   };
-  const std::string parts = part("forward", s.forward) + part("backward", s.backward) +
-                            part("waiting for communication", s.exposed_comm) +
-                            part("optimizer", s.optimizer) + part("waiting for data", s.data) +
-                            part("other", s.other);
-  std::string text = fmt::format("Step time: {}", parts.empty() ? "not measured" : parts.substr(2));
-  if (const auto hidden = s.hidden_of_comm()) {
-    const std::string parallel = part("compression", s.compress) + part("communication", s.communicate) +
-                                 part("decompression", s.decompress);
-    text += fmt::format("\nIn parallel: {} of the step; {:.0f} % of that overlapped with backward",
-                        parallel.empty() ? "nothing" : parallel.substr(2), 100 * *hidden);
-  }
-  return text;
+  const auto shares = [&](size_t begin, size_t end) {
+    std::string text;
+    for (size_t i = begin; i < end; ++i)
+      text += share(kStepShares[i].name, summary.shares.*kStepShares[i].time);
+    return text;
+  };
+  const std::string phases = shares(1, kPhases) + shares(0, 1) + share("other", summary.other_share);
+  const std::string parallel = shares(kPhases, std::size(kStepShares));
+  std::string text = "Step time: " + (phases.empty() ? "not measured" : phases.substr(2));
+  if (!summary.hidden_of_comm) return text;
+  return text + fmt::format("\nIn parallel: {} of the step; {:.0f} % of that overlapped with backward",
+                            parallel.empty() ? "nothing" : parallel.substr(2), 100 * *summary.hidden_of_comm);
 }
 
 namespace {
@@ -293,12 +285,9 @@ void LiveRun::read(const std::string& line) {
     steps_ = count_in(json, "steps");
   } else if (type == "step") {
     done_ = count_in(json, "step") + 1;
-    loss_ = number_in(json, "loss");
-    step_ms_ = number_in(json, "step_ms");
-    images_per_s_ = number_in(json, "images_per_s");
-    wire_bytes_ = number_in(json, "wire_bytes");
-    dense_bytes_ = number_in(json, "dense_bytes");
-    if (std::isfinite(wire_bytes_)) total_wire_bytes_ += wire_bytes_;
+    last_.loss = number_in(json, "loss");
+    for (const StepField& f : kStepFields) last_.*f.value = number_in(json, f.key);
+    if (std::isfinite(last_.wire_bytes)) total_wire_bytes_ += last_.wire_bytes;
   } else if (type == "waits") {
     WaitRecord record{.step = count_in(json, "step"),
                       .seconds = field<double>(json, "seconds").value_or(0),
@@ -325,12 +314,13 @@ std::string LiveRun::text() const {
                       percent_of(static_cast<double>(done_), static_cast<double>(steps_)),
                       finished_ ? ", finished" : "");
   if (done_ > 0) {
-    text += fmt::format("  loss {:.4f}{}  {} ms per step  {} images/s", loss_,
-                        std::isfinite(loss_) ? "" : " (diverged)", milliseconds(step_ms_),
-                        human_count(images_per_s_));
+    text += fmt::format("  loss {:.4f}{}  {} ms per step  {} images/s", last_.loss,
+                        std::isfinite(last_.loss) ? "" : " (diverged)", milliseconds(last_.step_ms),
+                        human_count(last_.images_per_s));
   }
-  if (wire_bytes_ > 0) {
-    text += fmt::format("  sent {} ({:.2f}x)", human_bytes(wire_bytes_), dense_bytes_ / wire_bytes_);
+  if (last_.wire_bytes > 0) {
+    text += fmt::format("  sent {} ({:.2f}x)", human_bytes(last_.wire_bytes),
+                        last_.dense_bytes / last_.wire_bytes);
   }
   text += "\n";
   const auto waits = waits_.recent_waits();
@@ -386,10 +376,10 @@ std::string LiveRun::metrics() const {
   add("gradwire_steps_planned", "gauge", "Optimizer steps of the whole run", static_cast<double>(steps_));
   add("gradwire_finished", "gauge", "1 when the run has ended normally", finished_ ? 1 : 0);
   if (done_ > 0) {
-    add("gradwire_loss", "gauge", "Mean training loss of the last step", loss_);
-    add("gradwire_step_seconds", "gauge", "Time of the last step", step_ms_ * 1e-3);
+    add("gradwire_loss", "gauge", "Mean training loss of the last step", last_.loss);
+    add("gradwire_step_seconds", "gauge", "Time of the last step", last_.step_ms * 1e-3);
     add("gradwire_images_per_second", "gauge", "Images per second of all ranks in the last step",
-        images_per_s_);
+        last_.images_per_s);
     add("gradwire_sent_bytes_total", "counter", "Sent by rank 0 in the steps of this log", total_wire_bytes_);
   }
   if (waited_s_.empty()) return text;

@@ -82,7 +82,7 @@ class LiveRun {
   std::string title_;  // "vit_tiny on 4 ranks (processes, host), int8, schedule ring"
   int64_t steps_ = 0, done_ = 0;
   std::optional<size_t> ranks_now_;  // set after ranks were lost or joined
-  double loss_ = 0, step_ms_ = 0, images_per_s_ = 0, wire_bytes_ = 0, dense_bytes_ = 0;
+  StepRecord last_;                  // the latest step's loss and measurements
   double total_wire_bytes_ = 0;
   std::vector<std::vector<double>> waited_s_;
   WaitHistory waits_;

@@ -28,17 +28,13 @@ struct RunInfo {
   bool takes_over = false;
 };
 
-// One optimizer step on rank 0. Times that were not measured are NaN.
-struct StepRecord {
-  int64_t step = 0;          // counted from 0
-  int64_t epoch = 0;         // epoch of the step's first image, counted from 0
-  double loss = 0;           // mean over the global batch, before the update
-  double lr = 0;             // learning rate of this update
-  double step_ms = 0;        // from the start of this step to the start of the next
-  double images_per_s = 0;   // over all ranks: global batch / step_ms
-  uint64_t wire_bytes = 0;   // sent by rank 0, measured at the transport
-  uint64_t dense_bytes = 0;  // bytes of the same schedule in FP32
-  double comm_ms = 0;        // time on the reducer's stream, compression included
+// The measurements of a step on rank 0. Times that were not measured are NaN.
+struct StepValues {
+  double step_ms = 0;       // from the start of this step to the start of the next
+  double images_per_s = 0;  // over all ranks: global batch / step_ms
+  double wire_bytes = 0;    // sent by rank 0, measured at the transport
+  double dense_bytes = 0;   // bytes of the same schedule in FP32
+  double comm_ms = 0;       // time on the reducer's stream, compression included
   double compress_ms = 0, communicate_ms = 0,
          decompress_ms = 0;    // parts of comm_ms (collectives/program/program.h), in ms
   double exposed_comm_ms = 0;  // time for which the optimizer waited for communication
@@ -49,12 +45,58 @@ struct StepRecord {
   double tflops = 0;  // FLOPs of the products of all ranks on rank 0's device / step time
 };
 
+// The measurements in the order of the records. The records, the summary and `gradwire compare` follow this
+// table.
+struct StepField {
+  const char* key;
+  double StepValues::*value;
+  bool whole = false;  // an integer in a step's record
+};
+inline constexpr StepField kStepFields[] = {{"step_ms", &StepValues::step_ms},
+                                            {"images_per_s", &StepValues::images_per_s},
+                                            {"wire_bytes", &StepValues::wire_bytes, true},
+                                            {"dense_bytes", &StepValues::dense_bytes, true},
+                                            {"comm_ms", &StepValues::comm_ms},
+                                            {"compress_ms", &StepValues::compress_ms},
+                                            {"communicate_ms", &StepValues::communicate_ms},
+                                            {"decompress_ms", &StepValues::decompress_ms},
+                                            {"exposed_comm_ms", &StepValues::exposed_comm_ms},
+                                            {"data_ms", &StepValues::data_ms},
+                                            {"forward_ms", &StepValues::forward_ms},
+                                            {"backward_ms", &StepValues::backward_ms},
+                                            {"optimizer_ms", &StepValues::optimizer_ms},
+                                            {"tflops", &StepValues::tflops}};
+
+// One optimizer step on rank 0.
+struct StepRecord : StepValues {
+  int64_t step = 0;   // counted from 0
+  int64_t epoch = 0;  // epoch of the step's first image, counted from 0
+  double loss = 0;    // mean over the global batch, before the update
+  double lr = 0;      // learning rate of this update
+};
+
 // The parts of a step on rank 0, in ms. `kernels_ms`: a codec's kernels outside exchanges. `links_ms`:
 // exchanges and the sums between them.
 struct StepParts {
   double compute_ms = 0;  // forward and backward
   double kernels_ms = 0, links_ms = 0, exposed_ms = 0, optimizer_ms = 0, step_ms = 0;
 };
+// The parts with their keys, their names in tables, and the measurements whose sum they are.
+struct StepPart {
+  const char *key, *name;
+  double StepParts::*value;
+  double StepValues::*first, StepValues::*second = nullptr;
+
+  double of(const StepValues& step) const { return step.*first + (second != nullptr ? step.*second : 0); }
+};
+inline constexpr StepPart kStepParts[] = {
+    {"compute_ms", "compute", &StepParts::compute_ms, &StepValues::forward_ms, &StepValues::backward_ms},
+    {"kernels_ms", "kernels", &StepParts::kernels_ms, &StepValues::compress_ms, &StepValues::decompress_ms},
+    {"links_ms", "links and sums", &StepParts::links_ms, &StepValues::communicate_ms},
+    {"exposed_ms", "exposed", &StepParts::exposed_ms, &StepValues::exposed_comm_ms},
+    {"optimizer_ms", "optimizer", &StepParts::optimizer_ms, &StepValues::optimizer_ms},
+    {"step_ms", "step", &StepParts::step_ms, &StepValues::step_ms}};
+
 // --compression auto: the parts as predicted (trainer/measure/recommend.h), and the limits between which
 // step_ms lies with a probability of 90 %.
 struct PredictedStep {

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -18,20 +19,30 @@ namespace {
 // The first measured field of a run's first record. The fields before it are settings, in a fixed order.
 constexpr const char* kFirstMeasured = "parameters";
 
-Json shares_json(const StepShares& shares) {
-  Json json{{"data", shares.data},           {"forward", shares.forward},
-            {"backward", shares.backward},   {"exposed_comm", shares.exposed_comm},
-            {"optimizer", shares.optimizer}, {"other", shares.other}};
-  json["compress"] = shares.compress;
-  json["communicate"] = shares.communicate;
-  json["decompress"] = shares.decompress;
-  json["hidden_of_comm"] = or_null(shares.hidden_of_comm());
-  return json;
+// Adds pairs of a key and a value.
+void add(Json&) {}
+template <typename T, typename... Rest>
+void add(Json& json, const char* key, const T& value, const Rest&... rest) {
+  json[key] = value;
+  add(json, rest...);
 }
 
-Json parts_json(const StepParts& p) {
-  return {{"compute_ms", p.compute_ms}, {"kernels_ms", p.kernels_ms},     {"links_ms", p.links_ms},
-          {"exposed_ms", p.exposed_ms}, {"optimizer_ms", p.optimizer_ms}, {"step_ms", p.step_ms}};
+// Returns a record of a type, with pairs of a key and a value.
+template <typename... Pairs>
+std::string record(const char* type, const Pairs&... pairs) {
+  Json json{{"type", type}};
+  add(json, pairs...);
+  return json_text(json);
+}
+
+Json shares_json(const RunSummary& summary) {
+  Json json;
+  for (const StepShare& part : kStepShares) {
+    json[part.key] = summary.shares.*part.time;
+    if (&part == kStepShares + kPhases - 1) json["other"] = summary.other_share;
+  }
+  json["hidden_of_comm"] = or_null(summary.hidden_of_comm);
+  return json;
 }
 
 Json predicted_json(const RunSummary& summary) {
@@ -43,180 +54,61 @@ Json predicted_json(const RunSummary& summary) {
   return json;
 }
 
-Json model_json(const VitConfig& model) {
-  Json json{{"name", model.name},   {"image_size", model.image}, {"channels", model.channels},
-            {"patch", model.patch}, {"width", model.width},      {"depth", model.depth},
-            {"heads", model.heads}, {"mlp", model.mlp},          {"classes", model.classes}};
-  // Readers take the exact form if the field is absent.
-  if (model.gelu != Gelu::exact) json["gelu"] = name(model.gelu);
+}  // namespace
+
+Json parts_json(const StepParts& parts) {
+  Json json;
+  for (const StepPart& part : kStepParts) json[part.key] = parts.*part.value;
   return json;
 }
 
-void add_optimizer(Json& json, const TrainConfig& config) {
-  json["optimizer"] = config.uses_dion() ? "dion" : config.muon ? "muon" : name(config.optimizer);
-  json["lr"] = config.lr;
-  if (config.uses_dion()) json["dion_lr"] = config.dion_lr;
-  if (config.muon) {
-    json["muon_lr"] = config.dion_lr;
-    json["mu"] = config.muon_mu;
-  }
-  json["warmup_steps"] = config.warmup_steps;
-  if (config.optimizer == OptimizerKind::sgd) {
-    json["momentum"] = config.momentum;
-  } else {
-    json["beta1"] = config.beta1;
-    json["beta2"] = config.beta2;
-    json["eps"] = config.eps;
-  }
-  json["weight_decay"] = config.weight_decay;
-}
-
-void add_config(Json& json, const TrainConfig& config) {
-  json["model"] = model_json(config.model);
-  json["data"] = config.data.to_string();
-  json["augment"] = config.augment.to_string();
-  json["ranks"] = config.ranks();
-  json["ranks_per_node"] = config.ranks_per_node;
-  json["device"] = config.devices.empty() || config.devices[0].is_host() ? "host" : "cuda";
-  json["devices"] = Json::array();
-  for (Device device : config.devices) json["devices"].push_back(device.name());
-  json["ranks_are"] = config.processes ? "processes" : "threads";
-  if (config.link) json["link"] = config.link.to_string();
-  if (config.elastic) {
-    json["elastic"] = config.elastic.to_string();
-    json["elastic_batch"] = name(config.elastic_batch);
-  }
-  json["compression"] = config.compression.to_string();
-  json["bucket_mb"] = shortest(config.bucket_mb);
-  json["shard"] = config.shard_optimizer ? "optimizer" : "none";
-  json["gather_weights"] = config.gather_weights->name;
-  json["memory_limit"] = config.memory_limit == 0 ? Json(nullptr) : Json(config.memory_limit);
-  json["overlap_forward"] = config.overlap_forward;
-  json["gradient_group"] = config.gradient_group;
-  json["batch_size"] = config.batch_size;
-  if (config.shared_batch > 0) json["shared_batch"] = config.shared_batch;
-  json["accumulate"] = config.accumulate;
-  json["steps"] = config.steps;
-  json["epochs"] = config.epochs;
-  add_optimizer(json, config);
-  json["precision"] = name(config.precision);
-  json["graph"] = config.graph;
-  json["seed"] = config.seed;
-  json["eval_every"] = shortest(config.eval_every);
-  json["eval_batch_size"] = config.eval_batch_size;
-  json["timeout_s"] = config.timeout_s;
-  auto path_or_null = [](const std::string& path) { return path.empty() ? Json(nullptr) : Json(path); };
-  json["init"] = path_or_null(config.init);
-  json["resume"] = path_or_null(config.resume);
-  json["checkpoint"] = path_or_null(config.checkpoint_directory);
-  json["checkpoint_every"] = config.checkpoint_every;
-  json["checkpoint_keep"] = config.checkpoint_keep;
-  json["dump_gradients"] =
-      config.gradients_directory.empty()
-          ? Json(nullptr)
-          : Json(std::to_string(config.gradients_step) + ":" + config.gradients_directory);
-  json["trace"] = path_or_null(config.trace);
-  auto range_or_null = [](StepRange range) {
-    return range.empty() ? Json(nullptr) : Json(range.to_string());
-  };
-  json["trace_steps"] = range_or_null(config.trace_steps);
-}
-
-}  // namespace
-
 std::string run_record(const TrainConfig& config, const DataSplits& data, const RunInfo& info) {
   Json json{{"type", "run"}, {"schema", kRecordSchema}, {"version", GRADWIRE_VERSION}};
-  add_config(json, config);
-  json["train_images"] = data.train.count();
-  json["test_images"] = data.test.count();
-  json[kFirstMeasured] = info.parameters;
-  json["tensors"] = info.tensors;
-  json["buckets"] = info.buckets;
-  json["schedule"] = info.schedule;
-  json["schedule_reason"] = info.schedule_reason;
-  json["reducer_extra_bytes"] = info.reducer_extra_bytes;
-  json["peak_tflops"] = info.peak_tflops;
-  json["copy_gb_per_s"] = info.copy_gb_per_s;
-  json["fma_share"] = info.fma_share;
-  json["products"] = info.products.empty() ? Json(nullptr) : Json(info.products);
+  json.update(config_json(config));
+  add(json, "train_images", data.train.count(), "test_images", data.test.count(), kFirstMeasured,
+      info.parameters, "tensors", info.tensors, "buckets", info.buckets, "schedule", info.schedule,
+      "schedule_reason", info.schedule_reason, "reducer_extra_bytes", info.reducer_extra_bytes, "peak_tflops",
+      info.peak_tflops, "copy_gb_per_s", info.copy_gb_per_s, "fma_share", info.fma_share, "products",
+      info.products.empty() ? Json(nullptr) : Json(info.products));
   return json_text(json);
 }
 
 std::string step_record(const StepRecord& step) {
-  return json_text(Json{{"type", "step"},
-                        {"step", step.step},
-                        {"epoch", step.epoch},
-                        {"loss", step.loss},
-                        {"lr", step.lr},
-                        {"step_ms", step.step_ms},
-                        {"images_per_s", step.images_per_s},
-                        {"wire_bytes", step.wire_bytes},
-                        {"dense_bytes", step.dense_bytes},
-                        {"comm_ms", step.comm_ms},
-                        {"compress_ms", step.compress_ms},
-                        {"communicate_ms", step.communicate_ms},
-                        {"decompress_ms", step.decompress_ms},
-                        {"exposed_comm_ms", step.exposed_comm_ms},
-                        {"data_ms", step.data_ms},
-                        {"forward_ms", step.forward_ms},
-                        {"backward_ms", step.backward_ms},
-                        {"optimizer_ms", step.optimizer_ms},
-                        {"tflops", step.tflops}});
+  Json json{{"type", "step"}};
+  add(json, "step", step.step, "epoch", step.epoch, "loss", step.loss, "lr", step.lr);
+  for (const StepField& f : kStepFields) {
+    const double value = step.*f.value;
+    json[f.key] = f.whole ? Json(static_cast<uint64_t>(value)) : Json(value);
+  }
+  return json_text(json);
 }
 
-std::string waits_record(const WaitRecord& waits) {
-  return json_text(Json{
-      {"type", "waits"}, {"step", waits.step}, {"seconds", waits.seconds}, {"waited_s", waits.waited_s}});
+std::string waits_record(const WaitRecord& r) {
+  return record("waits", "step", r.step, "seconds", r.seconds, "waited_s", r.waited_s);
 }
 
-std::string shrink_record(const ShrinkRecord& shrink) {
-  return json_text(Json{{"type", "shrink"},
-                        {"step", shrink.step},
-                        {"lost", shrink.lost},
-                        {"lost_residual_norms", shrink.lost_residual_norms},
-                        {"ranks", shrink.ranks},
-                        {"global_batch", shrink.global_batch},
-                        {"lr", shrink.lr},
-                        {"seconds", shrink.seconds},
-                        {"why", shrink.why},
-                        {"goes_back", shrink.goes_back}});
+std::string eval_record(const EvalRecord& r) {
+  return record("eval", "step", r.step, "epoch", r.epoch, "seconds", r.seconds, "test_loss", r.test_loss,
+                "test_accuracy", r.test_accuracy, "images", r.images);
 }
 
-std::string grow_record(const GrowRecord& grow) {
-  return json_text(Json{{"type", "grow"},
-                        {"step", grow.step},
-                        {"joined", grow.joined},
-                        {"ranks", grow.ranks},
-                        {"global_batch", grow.global_batch},
-                        {"lr", grow.lr},
-                        {"seconds", grow.seconds}});
+std::string summary_record(const RunSummary& s) {
+  Json json{{"type", "summary"}};
+  add(json, "steps", s.steps, "seconds", s.seconds, "final_loss", s.final_loss, "test_loss",
+      or_null(s.test_loss), "test_accuracy", or_null(s.test_accuracy));
+  for (const StepField& f : kStepFields) {
+    json[f.key] = s.*f.value;
+    if (f.value == &StepValues::dense_bytes) json["ratio"] = or_null(s.ratio);
+    if (f.value == &StepValues::optimizer_ms) json["data_wait_share"] = s.data_wait_share;
+  }
+  add(json, "peak_fraction", or_null(s.peak_fraction), "shares", shares_json(s), "total_wire_bytes",
+      s.total_wire_bytes, "memory_bytes", s.memory_bytes, "waited_s", s.waited_s, "predicted",
+      predicted_json(s));
+  return json_text(json);
 }
 
-std::string eval_record(const EvalRecord& eval) {
-  return json_text(Json{{"type", "eval"},
-                        {"step", eval.step},
-                        {"epoch", eval.epoch},
-                        {"seconds", eval.seconds},
-                        {"test_loss", eval.test_loss},
-                        {"test_accuracy", eval.test_accuracy},
-                        {"images", eval.images}});
-}
-
-std::string checkpoint_record(const CheckpointRecord& checkpoint) {
-  return json_text(Json{{"type", "checkpoint"},
-                        {"step", checkpoint.step},
-                        {"path", checkpoint.path},
-                        {"bytes", checkpoint.bytes},
-                        {"save_ms", checkpoint.save_ms}});
-}
-
-std::string resume_record(const TrainConfig& config, const RunInfo& info) {
-  return json_text(Json{{"type", "resume"},
-                        {"step", info.first_step},
-                        {"path", config.resume},
-                        {"version", GRADWIRE_VERSION},
-                        {"ranks", config.ranks()},
-                        {"compression", config.compression.to_string()}});
+std::string config_text(const TrainConfig& config) {
+  return json_text(config_json(config), 2);
 }
 
 bool is_run_record(const std::string& line) {
@@ -235,54 +127,18 @@ bool is_before(const std::string& line, int64_t first_step, bool evaluates) {
   return step.get<int64_t>() <= first_step;
 }
 
-std::string summary_record(const RunSummary& summary) {
-  return json_text(Json{{"type", "summary"},
-                        {"steps", summary.steps},
-                        {"seconds", summary.seconds},
-                        {"final_loss", summary.final_loss},
-                        {"test_loss", or_null(summary.test_loss)},
-                        {"test_accuracy", or_null(summary.test_accuracy)},
-                        {"step_ms", summary.step_ms},
-                        {"images_per_s", summary.images_per_s},
-                        {"wire_bytes", summary.wire_bytes},
-                        {"dense_bytes", summary.dense_bytes},
-                        {"ratio", or_null(summary.ratio)},
-                        {"comm_ms", summary.comm_ms},
-                        {"compress_ms", summary.compress_ms},
-                        {"communicate_ms", summary.communicate_ms},
-                        {"decompress_ms", summary.decompress_ms},
-                        {"exposed_comm_ms", summary.exposed_comm_ms},
-                        {"data_ms", summary.data_ms},
-                        {"forward_ms", summary.forward_ms},
-                        {"backward_ms", summary.backward_ms},
-                        {"optimizer_ms", summary.optimizer_ms},
-                        {"data_wait_share", summary.data_wait_share},
-                        {"tflops", summary.tflops},
-                        {"peak_fraction", or_null(summary.peak_fraction)},
-                        {"shares", shares_json(summary.shares)},
-                        {"total_wire_bytes", summary.total_wire_bytes},
-                        {"memory_bytes", summary.memory_bytes},
-                        {"waited_s", summary.waited_s},
-                        {"predicted", predicted_json(summary)}});
-}
-
-std::string config_text(const TrainConfig& config) {
-  Json json = Json::object();
-  add_config(json, config);
-  return json_text(json, 2);
-}
-
 std::string settings_text(const std::string& run_record) {
   const Json json = parse_json(run_record);
   if (!json.is_object() || json.value("type", Json()) != "run") return "";
-  Json settings = Json::object();
+  Json kept = Json::object();
   for (const auto& [key, value] : json.items()) {
     if (key == kFirstMeasured) break;
-    const bool only_watches =
-        key == "timeout_s" || key == "trace" || key == "trace_steps" || key == "dump_gradients";
-    if (!only_watches) settings[key] = value;
+    const bool counts = std::ranges::none_of(settings(), [&key = key](const Setting& s) {
+      return s.key != nullptr && s.key == key && s.effect == Setting::Effect::none;
+    });
+    if (counts) kept[key] = value;
   }
-  return json_text(settings);
+  return json_text(kept);
 }
 
 RunLog::RunLog(std::string path, const TrainConfig& config, const DataSplits& data, std::string choice)
@@ -303,8 +159,24 @@ void RunLog::on_run(const RunInfo& info) {
     write(run_record(config_, data_, info));
     if (!choice_.empty()) write(choice_);
   } else if (!info.takes_over) {
-    write(resume_record(config_, info));
+    write(record("resume", "step", info.first_step, "path", config_.resume, "version", GRADWIRE_VERSION,
+                 "ranks", config_.ranks(), "compression", config_.compression.to_string()));
   }
+}
+
+void RunLog::on_shrink(const ShrinkRecord& r) {
+  write(record("shrink", "step", r.step, "lost", r.lost, "lost_residual_norms", r.lost_residual_norms,
+               "ranks", r.ranks, "global_batch", r.global_batch, "lr", r.lr, "seconds", r.seconds, "why",
+               r.why, "goes_back", r.goes_back));
+}
+
+void RunLog::on_grow(const GrowRecord& r) {
+  write(record("grow", "step", r.step, "joined", r.joined, "ranks", r.ranks, "global_batch", r.global_batch,
+               "lr", r.lr, "seconds", r.seconds));
+}
+
+void RunLog::on_checkpoint(const CheckpointRecord& r) {
+  write(record("checkpoint", "step", r.step, "path", r.path, "bytes", r.bytes, "save_ms", r.save_ms));
 }
 
 FileDescriptor RunLog::open(const RunInfo& info, bool& continues) const {
@@ -371,11 +243,7 @@ EarlierRun read_earlier_run(const std::string& path) {
   summary.final_loss = number_in(end, "final_loss");
   summary.test_loss = field<double>(end, "test_loss");
   summary.test_accuracy = field<double>(end, "test_accuracy");
-  summary.step_ms = number_in(end, "step_ms");
-  summary.images_per_s = number_in(end, "images_per_s");
-  summary.wire_bytes = number_in(end, "wire_bytes");
-  summary.dense_bytes = number_in(end, "dense_bytes");
-  summary.exposed_comm_ms = number_in(end, "exposed_comm_ms");
+  for (const StepField& f : kStepFields) summary.*f.value = number_in(end, f.key);
   summary.ratio = field<double>(end, "ratio");
   summary.schedule = field<std::string>(head, "schedule").value_or("");
   summary.parameters = field<int64_t>(head, "parameters").value_or(0);

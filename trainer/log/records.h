@@ -4,7 +4,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -13,7 +12,7 @@
 #include <vector>
 
 #include "runtime/util/file.h"
-#include "trainer/config/config.h"
+#include "trainer/config/settings.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/summary.h"
@@ -25,12 +24,9 @@ constexpr int kRecordSchema = 1;
 std::string run_record(const TrainConfig& config, const DataSplits& data, const RunInfo& info);
 std::string step_record(const StepRecord& step);
 std::string waits_record(const WaitRecord& waits);
-std::string shrink_record(const ShrinkRecord& shrink);
-std::string grow_record(const GrowRecord& grow);
 std::string eval_record(const EvalRecord& eval);
-std::string checkpoint_record(const CheckpointRecord& checkpoint);
-std::string resume_record(const TrainConfig& config, const RunInfo& info);
 std::string summary_record(const RunSummary& summary);
+Json parts_json(const StepParts& parts);
 // Returns the resolved config as indented JSON (--dry-run).
 std::string config_text(const TrainConfig& config);
 
@@ -62,11 +58,11 @@ class RunLog final : public RunObserver {
   void on_run(const RunInfo& info) override;
   void on_step(const StepRecord& step) override { write(step_record(step)); }
   void on_waits(const WaitRecord& waits) override { write(waits_record(waits)); }
-  void on_shrink(const ShrinkRecord& shrink) override { write(shrink_record(shrink)); }
-  void on_grow(const GrowRecord& grow) override { write(grow_record(grow)); }
+  void on_shrink(const ShrinkRecord& record) override;
+  void on_grow(const GrowRecord& record) override;
   void on_replan(const ReplanRecord& replan) override { write(replan.choice); }
   void on_eval(const EvalRecord& eval) override { write(eval_record(eval)); }
-  void on_checkpoint(const CheckpointRecord& checkpoint) override { write(checkpoint_record(checkpoint)); }
+  void on_checkpoint(const CheckpointRecord& record) override;
   void write_summary(const RunSummary& summary) { write(summary_record(summary)); }
 
  private:
@@ -81,8 +77,6 @@ class RunLog final : public RunObserver {
 };
 
 // Conversion of values to JSON for all output of this folder, and parsing of untrusted JSON.
-
-using Json = nlohmann::ordered_json;
 
 // Returns JSON text. NaN and infinity become null. Bytes that are not UTF-8 are replaced, because a path can
 // contain any bytes.
@@ -118,11 +112,6 @@ std::optional<T> field(const Json& json, const char* key) {
 // Returns json[key], or NaN if the value is not a number.
 inline double number_in(const Json& json, const char* key) {
   return field<double>(json, key).value_or(std::numeric_limits<double>::quiet_NaN());
-}
-
-// Returns an integer for a whole number (25 instead of 25.0).
-inline Json shortest(double value) {
-  return value == std::floor(value) ? Json(static_cast<int64_t>(value)) : Json(value);
 }
 
 // Reads the log of an earlier run, so that `gradwire compare` can continue after an interruption.

@@ -28,50 +28,36 @@ std::optional<double> seconds_to(const RunSummary& summary, double accuracy) {
   return {};
 }
 
-std::optional<double> StepShares::hidden_of_comm() const {
-  if (!(comm() > 0)) return {};
-  return std::clamp(1 - exposed_comm / comm(), 0.0, 1.0);
-}
-
 namespace {
 
-StepParts median_parts(const std::vector<StepRecord>& steps, int64_t from) {
-  const auto median_of = [&](auto part) {
-    std::vector<double> values;
-    for (const StepRecord& step : steps) {
-      if (step.step >= from) values.push_back(part(step));
-    }
-    return median(std::move(values));
-  };
-  return {.compute_ms = median_of([](const StepRecord& s) { return s.forward_ms + s.backward_ms; }),
-          .kernels_ms = median_of([](const StepRecord& s) { return s.compress_ms + s.decompress_ms; }),
-          .links_ms = median_of([](const StepRecord& s) { return s.communicate_ms; }),
-          .exposed_ms = median_of([](const StepRecord& s) { return s.exposed_comm_ms; }),
-          .optimizer_ms = median_of([](const StepRecord& s) { return s.optimizer_ms; }),
-          .step_ms = median_of([](const StepRecord& s) { return s.step_ms; })};
+// Returns the median over the steps from `first` on.
+template <typename Value>
+double median_over(const std::vector<StepRecord>& steps, Value value, int64_t first = 0) {
+  std::vector<double> values;
+  for (const StepRecord& step : steps) {
+    if (step.step >= first) values.push_back(value(step));
+  }
+  return median(std::move(values));
 }
 
-StepShares shares_of(const std::vector<StepRecord>& steps) {
-  auto sum = [&](auto field) {
+void add_shares(const std::vector<StepRecord>& steps, RunSummary& summary) {
+  const auto sum = [&](double StepValues::*time) {
     double all = 0;
-    for (const StepRecord& step : steps) {
-      if (!std::isnan(step.*field)) all += step.*field;
-    }
+    for (const StepRecord& step : steps) all += std::isnan(step.*time) ? 0 : step.*time;
     return all;
   };
-  const double whole = sum(&StepRecord::step_ms);
-  auto share = [&](auto field) { return whole > 0 ? sum(field) / whole : 0; };
-  StepShares shares{.data = share(&StepRecord::data_ms),
-                    .forward = share(&StepRecord::forward_ms),
-                    .backward = share(&StepRecord::backward_ms),
-                    .exposed_comm = share(&StepRecord::exposed_comm_ms),
-                    .optimizer = share(&StepRecord::optimizer_ms),
-                    .compress = share(&StepRecord::compress_ms),
-                    .communicate = share(&StepRecord::communicate_ms),
-                    .decompress = share(&StepRecord::decompress_ms)};
-  shares.other = std::max(
-      0.0, 1 - shares.data - shares.forward - shares.backward - shares.exposed_comm - shares.optimizer);
-  return shares;
+  const double whole = sum(&StepValues::step_ms);
+  double rest = 1, comm = 0;
+  for (size_t i = 0; i < std::size(kStepShares); ++i) {
+    double& share = summary.shares.*kStepShares[i].time;
+    share = whole > 0 ? sum(kStepShares[i].time) / whole : 0;
+    if (i < kPhases)
+      rest -= share;
+    else
+      comm += share;
+  }
+  summary.other_share = std::max(0.0, rest);
+  if (comm > 0) summary.hidden_of_comm = std::clamp(1 - summary.shares.exposed_comm_ms / comm, 0.0, 1.0);
 }
 
 }  // namespace
@@ -109,34 +95,20 @@ RunSummary Summarizer::summary(double seconds) const {
   summary.parameters = info_.parameters;
   summary.waited_s = end_.waited_s;
   summary.memory_bytes = end_.memory_bytes;
-  auto median_of = [&](auto field) {
-    std::vector<double> values;
-    for (const StepRecord& step : steps_) values.push_back(static_cast<double>(step.*field));
-    return median(std::move(values));
-  };
-  summary.step_ms = median_of(&StepRecord::step_ms);
-  summary.images_per_s = median_of(&StepRecord::images_per_s);
-  summary.wire_bytes = median_of(&StepRecord::wire_bytes);
-  summary.dense_bytes = median_of(&StepRecord::dense_bytes);
-  summary.comm_ms = median_of(&StepRecord::comm_ms);
-  summary.compress_ms = median_of(&StepRecord::compress_ms);
-  summary.communicate_ms = median_of(&StepRecord::communicate_ms);
-  summary.decompress_ms = median_of(&StepRecord::decompress_ms);
-  summary.exposed_comm_ms = median_of(&StepRecord::exposed_comm_ms);
-  summary.data_ms = median_of(&StepRecord::data_ms);
-  summary.forward_ms = median_of(&StepRecord::forward_ms);
-  summary.backward_ms = median_of(&StepRecord::backward_ms);
-  summary.optimizer_ms = median_of(&StepRecord::optimizer_ms);
-  summary.tflops = median_of(&StepRecord::tflops);
+  for (const StepField& f : kStepFields)
+    summary.*f.value = median_over(steps_, [&](const StepRecord& step) { return step.*f.value; });
   if (std::isfinite(info_.peak_tflops)) summary.peak_fraction = summary.tflops / info_.peak_tflops;
   double data_ms = 0, all_ms = 0;
   for (const StepRecord& step : steps_) data_ms += step.data_ms, all_ms += step.step_ms;
   summary.data_wait_share = data_ms / all_ms;
-  summary.shares = shares_of(steps_);
-  summary.measured = median_parts(steps_, plan_from_);
+  add_shares(steps_, summary);
+  for (const StepPart& part : kStepParts) {
+    summary.measured.*part.value = median_over(
+        steps_, [&](const StepRecord& step) { return part.of(step); }, plan_from_);
+  }
   summary.predicted = predicted_;
   if (summary.wire_bytes > 0) summary.ratio = summary.dense_bytes / summary.wire_bytes;
-  for (const StepRecord& step : steps_) summary.total_wire_bytes += step.wire_bytes;
+  for (const StepRecord& step : steps_) summary.total_wire_bytes += static_cast<uint64_t>(step.wire_bytes);
 
   double sum = 0, count = 0;
   for (auto step = steps_.rbegin(); step != steps_.rend() && count < kFinalLossSteps; ++step) {
@@ -192,14 +164,14 @@ Spread loss_of(const ComparedRun& run) {
   return spread_of(over_seeds(run, [](const RunSummary& s) { return s.final_loss; }));
 }
 
-double median_of(const ComparedRun& run, double RunSummary::*field) {
+double median_of(const ComparedRun& run, double StepValues::*field) {
   return median(over_seeds(run, [=](const RunSummary& s) { return s.*field; }));
 }
 
 std::optional<double> ratio_of(const ComparedRun& run) {
-  const double sent = median_of(run, &RunSummary::wire_bytes);
+  const double sent = median_of(run, &StepValues::wire_bytes);
   if (!(sent > 0)) return {};
-  return median_of(run, &RunSummary::dense_bytes) / sent;
+  return median_of(run, &StepValues::dense_bytes) / sent;
 }
 
 // Returns the median of the seeds' times to a percentage; empty if a seed did not reach it.
@@ -228,7 +200,7 @@ std::string compare_document(const std::vector<ComparedRun>& runs, std::optional
   for (const ComparedRun& run : runs) {
     const Spread accuracy = accuracy_of(run), loss = loss_of(run);
     const RunSummary& first = run.seeds.front().summary;
-    const double sent = median_of(run, &RunSummary::wire_bytes);
+    const double sent = median_of(run, &StepValues::wire_bytes);
     Json seeds = Json::array();
     for (const SeedRun& seed : run.seeds) {
       seeds.push_back({{"seed", seed.seed},
@@ -242,13 +214,13 @@ std::string compare_document(const std::vector<ComparedRun>& runs, std::optional
                         {"test_accuracy_std", accuracy.deviation},
                         {"final_loss", loss.mean},
                         {"final_loss_std", loss.deviation},
-                        {"step_ms", median_of(run, &RunSummary::step_ms)},
-                        {"images_per_s", median_of(run, &RunSummary::images_per_s)},
+                        {"step_ms", median_of(run, &StepValues::step_ms)},
+                        {"images_per_s", median_of(run, &StepValues::images_per_s)},
                         {"wire_bytes", sent},
                         {"wire_bytes_per_element", sent / static_cast<double>(first.parameters)},
-                        {"dense_bytes", median_of(run, &RunSummary::dense_bytes)},
+                        {"dense_bytes", median_of(run, &StepValues::dense_bytes)},
                         {"ratio", or_null(ratio_of(run))},
-                        {"exposed_comm_ms", median_of(run, &RunSummary::exposed_comm_ms)},
+                        {"exposed_comm_ms", median_of(run, &StepValues::exposed_comm_ms)},
                         {"ranks", run.ranks},
                         {"device", run.device},
                         {"link", run.link.empty() ? Json(nullptr) : Json(run.link)},
@@ -271,11 +243,11 @@ std::string compare_table(const std::vector<ComparedRun>& runs, std::optional<do
     const std::string mean = fmt::format("{:.4f}", loss.mean);
     rows.push_back({run.compression, accuracy_text(run),
                     std::isnan(loss.mean) ? "diverged" : with_spread(mean, loss.deviation, 1, "{:.4f}"),
-                    milliseconds(median_of(run, &RunSummary::step_ms)),
-                    human_count(median_of(run, &RunSummary::images_per_s)),
-                    human_bytes(median_of(run, &RunSummary::wire_bytes)),
+                    milliseconds(median_of(run, &StepValues::step_ms)),
+                    human_count(median_of(run, &StepValues::images_per_s)),
+                    human_bytes(median_of(run, &StepValues::wire_bytes)),
                     ratio ? fmt::format("{:.2f}x", *ratio) : "-",
-                    milliseconds(median_of(run, &RunSummary::exposed_comm_ms))});
+                    milliseconds(median_of(run, &StepValues::exposed_comm_ms))});
   }
   if (target) {
     rows[0].push_back(fmt::format("time to {:g} %", *target));

@@ -13,18 +13,25 @@
 
 namespace gradwire {
 
-// Fractions of the total step time.
-struct StepShares {
-  // Fractions on the compute stream, where the phases run in sequence. The sum is 1.
-  double data = 0, forward = 0, backward = 0, exposed_comm = 0, optimizer = 0, other = 0;
-  // Fractions on the communication stream, in parallel to the compute stream.
-  double compress = 0, communicate = 0, decompress = 0;
-  double comm() const { return compress + communicate + decompress; }
-  // Returns the fraction of comm() for which the compute stream did not wait. Empty without communication.
-  std::optional<double> hidden_of_comm() const;
+// The parts of a step whose fractions of the step time are reported. The first kPhases are the phases of the
+// compute stream, in sequence. The others are on the communication stream, in parallel to the compute stream.
+struct StepShare {
+  const char *key, *name;
+  double StepValues::*time;
 };
+inline constexpr StepShare kStepShares[] = {
+    {"data", "waiting for data", &StepValues::data_ms},
+    {"forward", "forward", &StepValues::forward_ms},
+    {"backward", "backward", &StepValues::backward_ms},
+    {"exposed_comm", "waiting for communication", &StepValues::exposed_comm_ms},
+    {"optimizer", "optimizer", &StepValues::optimizer_ms},
+    {"compress", "compression", &StepValues::compress_ms},
+    {"communicate", "communication", &StepValues::communicate_ms},
+    {"decompress", "decompression", &StepValues::decompress_ms}};
+inline constexpr size_t kPhases = 5;
 
-struct RunSummary {
+// The figures of a run. Its StepValues are medians over the steps.
+struct RunSummary : StepValues {
   int64_t steps = 0;
   double seconds = 0;  // time from the first step to the end of the last evaluation
   // Mean training loss of the last kFinalLossSteps steps, or of the steps since the loss was last not finite
@@ -34,17 +41,15 @@ struct RunSummary {
   std::vector<EvalRecord> evals;
   std::optional<double> test_loss;      // of the last evaluation; empty without evaluations, and if diverged
   std::optional<double> test_accuracy;  // fraction from 0 to 1
-  // Medians over the steps.
-  double step_ms = 0, images_per_s = 0;
-  double wire_bytes = 0, dense_bytes = 0;
-  double comm_ms = 0, compress_ms = 0, communicate_ms = 0, decompress_ms = 0, exposed_comm_ms = 0;
-  double data_ms = 0, forward_ms = 0, backward_ms = 0, optimizer_ms = 0;
-  double tflops = 0;                    // per device
   double data_wait_share = 0;           // the device's wait for batches / total step time
   std::optional<double> peak_fraction;  // tflops / the measured peak; empty if not measured
   uint64_t total_wire_bytes = 0;        // sent by rank 0 over the whole run
   std::optional<double> ratio;          // dense_bytes / wire_bytes; empty if nothing was sent
-  StepShares shares;
+  StepValues shares;       // the times of kStepShares as fractions of the step time, over all steps
+  double other_share = 0;  // the rest of the step time
+  // The fraction of the communication stream's time for which the compute stream did not wait. Empty without
+  // communication.
+  std::optional<double> hidden_of_comm;
   std::string schedule;
   int64_t parameters = 0;  // the model's parameters
   // As in EndRecord; empty for a run read from its log.

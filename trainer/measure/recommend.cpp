@@ -16,12 +16,12 @@
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "runtime/util/parse.h"
+#include "trainer/config/config.h"
 
 namespace gradwire {
 namespace {
 
 constexpr double kDefaultIsAsGood = 1.02;
-constexpr int64_t kDefaultBucketMb = 25;
 
 struct Bucket {
   int64_t elements = 0;
@@ -252,7 +252,7 @@ constexpr std::string_view kName = "auto", kError = "error=", kReplanOff = "repl
 constexpr double kTie = 1.05;
 
 [[noreturn]] void refuse(std::string_view text, const std::string& why) {
-  throw BadInput(fmt::format("--compression {}: {}; write {}", text, why, AutoCompression::grammar()));
+  throw BadInput(fmt::format("--compression {}: {}; write {}", text, why, kAutoGrammar));
 }
 
 // Parses SPEC+SPEC... Returns each spec's shortest text.

@@ -131,7 +131,7 @@ struct AutoCompression {
 
   // Returns whether a value of --compression is a request, not a spec.
   static bool is_request(std::string_view text);
-  // Parses grammar(). allow= is last, because specs contain commas. Throws BadInput.
+  // Parses kAutoGrammar. allow= is last, because specs contain commas. Throws BadInput.
   static AutoCompression parse(std::string_view text);
   std::string to_string() const;
   // Returns the choices: FP32 first. `bucket_mb`: the given bucket sizes; empty: all candidates.
@@ -139,7 +139,6 @@ struct AutoCompression {
   std::vector<CompressionSpec> candidates() const;  // the specs of choices()
   // Returns the candidate of which `spec` is a choice: the same spec, or with more dense tensors; "" if none.
   std::string candidate_of(const std::string& spec) const;
-  static std::string grammar() { return "auto[:error=E][,replan=off][,plan=FILE][,allow=SPEC+SPEC...]"; }
 
  private:
   void set_option(std::string_view text, std::string_view option);

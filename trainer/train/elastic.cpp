@@ -127,7 +127,7 @@ int64_t Elastic::reached() const {
 }
 
 // Returns to the newest checkpoint. The checkpoint belongs to this run, because a run does not start in a
-// folder with other checkpoints (cli/resolve_run.cpp).
+// folder with other checkpoints (cli/resolve.cpp).
 void Elastic::go_back_to_checkpoint() {
   const std::string& folder = launched_.checkpoint_directory;
   int64_t found = -1;

@@ -249,11 +249,10 @@ std::optional<SavedPlan> SavedPlan::read(const AutoCompression& request, const T
   SavedPlan plan{.compression = *compression,
                  .bucket_mb = number_of(json, "bucket_mb", path),
                  .links = links_of(json.value("links", Json())),
-                 .predicted = {{ms("compute_ms"), ms("kernels_ms"), ms("links_ms"), ms("exposed_ms"),
-                                ms("optimizer_ms"), ms("step_ms")},
-                               ms("low_ms"),
-                               ms("high_ms")},
+                 .predicted = {},
                  .choice = json_text(choice)};
+  for (const StepPart& part : kStepParts) plan.predicted.parts.*part.value = ms(part.key);
+  plan.predicted.low_ms = ms("low_ms"), plan.predicted.high_ms = ms("high_ms");
   check_choice(plan, choice, request, config, bucket_mb);
   return plan;
 }
@@ -265,11 +264,9 @@ void SavedPlan::write(const std::string& path, const TrainConfig& config) const 
   json["compression"] = compression;
   json["bucket_mb"] = shortest(bucket_mb);
   if (links) json["links"] = links_json(*links);
-  const StepParts& p = predicted.parts;
-  json["predicted"] = {{"compute_ms", p.compute_ms},     {"kernels_ms", p.kernels_ms},
-                       {"links_ms", p.links_ms},         {"exposed_ms", p.exposed_ms},
-                       {"optimizer_ms", p.optimizer_ms}, {"step_ms", p.step_ms},
-                       {"low_ms", predicted.low_ms},     {"high_ms", predicted.high_ms}};
+  json["predicted"] = parts_json(predicted.parts);
+  json["predicted"]["low_ms"] = predicted.low_ms;
+  json["predicted"]["high_ms"] = predicted.high_ms;
   json["choice"] = Json::parse(choice);
   OutputFile(path).write(json_text(json, 2) + "\n");
 }

@@ -75,7 +75,8 @@ void RunReporter::report_step(const FinishedStep& step) {
   const std::vector<RankReports::Report> reports = reports_.collect();
   const RankReports::Report all = sum(reports);
   ReducerStats stats = reducer_.stats(marks.step);
-  StepRecord record{.step = marks.step, .epoch = step.epoch, .loss = mean_loss(all), .lr = step.lr};
+  StepRecord record;
+  record.step = marks.step, record.epoch = step.epoch, record.loss = mean_loss(all), record.lr = step.lr;
   diverged_ = !std::isfinite(record.loss);
   if (diverged_ && !std::exchange(warned_, true)) {
     warn_once(fmt::format(
@@ -86,8 +87,8 @@ void RunReporter::report_step(const FinishedStep& step) {
   record.step_ms = elapsed_ms(marks.micros.front().data, step.end);
   clock_.trained_ms += record.step_ms;
   record.images_per_s = static_cast<double>(config_.global_batch()) / (record.step_ms * 1e-3);
-  record.wire_bytes = stats.wire_bytes + step.weights.wire;
-  record.dense_bytes = stats.dense_bytes + step.weights.dense;
+  record.wire_bytes = static_cast<double>(stats.wire_bytes + step.weights.wire);
+  record.dense_bytes = static_cast<double>(stats.dense_bytes + step.weights.dense);
   record.comm_ms = stats.comm_ms;
   record.compress_ms = stats.compress_ms;
   record.communicate_ms = stats.communicate_ms;
