@@ -3,8 +3,8 @@
 
     run.py NAME [--json FILE] [OPTION...]   run.py NAME --help describes the experiment and its options
     run.py NAME --show FILE                 prints the tables of a stored result
-    run.py NAME --render FILE               writes or draws them for the result's page, for slow_links,
-                                            accuracy and error_feedback
+    run.py NAME --render FILE               writes or draws them for the result's page, for slow_links
+                                            and accuracy
     run.py NAME --smoke                     seconds in place of minutes, to test the experiment itself
 
 An experiment with the option --ranks runs in that many processes of this machine. With --rate 1gbit each

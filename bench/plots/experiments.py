@@ -1,8 +1,6 @@
-"""Draws the results of the experiments slow_links, accuracy and error_feedback."""
-import statistics
-
+"""Draws the results of the experiments slow_links and accuracy."""
 from harness.report import Result, theirs_16bit
-from plots.style import (FAINT, GRID, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes,
+from plots.style import (FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes,
                          plt, style)
 
 OURS, THEIRS = "#0072b2", "#d5a021"
@@ -127,53 +125,4 @@ def draw_accuracy(items, rows, path):
                   frameon=False, handlelength=1.4)
     figure.subplots_adjust(left=0.045, right=0.975, top=0.79, bottom=0.12, wspace=0.14)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def draw_error_feedback(panels, path):
-    """Draws accuracies by changed factor and by rate, with and without error feedback.
-
-    Args:
-        panels: (optimizer, rows, lines) per row of the picture. rows: (factor, accuracies with error
-            feedback, accuracies without). lines: {"FP32", "with", "without": [(rate, accuracies)]}.
-        path: the picture to write.
-    """
-    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
-    figure, axes = plt.subplots(len(panels), 2, figsize=(14, 4.6 * len(panels)), squeeze=False)
-    colors = {"FP32": INK, "with": RUN_COLORS[0], "without": RUN_COLORS[1]}
-    names = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
-    for (optimizer, rows, lines), (left, right) in zip(panels, axes):
-        rows = [row for row in rows if row[1] or row[2]]
-        style(left, f"{names[optimizer]}: one factor changed", "test accuracy, %", "")
-        for y, (_, *values) in enumerate(rows):
-            means = [statistics.mean(v) for v in values if v]
-            left.plot(means, [y] * len(means), color=GRID, linewidth=3, zorder=1)
-            for name, v in zip(("with", "without"), values):
-                left.plot(v, [y] * len(v), "o", color=colors[name], alpha=0.75, markersize=7,
-                          markeredgewidth=0)
-        exact = max([v for _, values in lines["FP32"] for v in values], default=100)
-        low = min([v for _, *values in rows for part in values for v in part], default=0)
-        left.axvline(exact, color=colors["FP32"], linewidth=0.9, linestyle=(0, (4, 3)))
-        left.set_xlim(max(low - 1, 60), exact + 0.5)  # a run that diverges is outside
-        left.set_yticks(range(len(rows)))
-        left.set_yticklabels([row[0] for row in rows], color=INK)
-        left.invert_yaxis()
-        right.set_visible(sum(bool(values) for _, values in lines["with"]) > 1)
-        style(right, f"{names[optimizer]}: learning rate", "peak learning rate", "test accuracy, %")
-        for name, points in lines.items():
-            points = [(rate, values) for rate, values in points if values]
-            right.plot([rate for rate, _ in points], [statistics.mean(v) for _, v in points], "o-",
-                       color=colors[name], linewidth=1.6, markersize=6)
-        right.set_xscale("log")
-        rates = sorted({rate for points in lines.values() for rate, values in points if values})
-        right.set_xticks(rates)
-        right.set_xticklabels([f"{rate:g}" for rate in rates])
-        right.xaxis.set_minor_locator(NullLocator())
-    figure.text(0.02, 0.965, "Top-k 1 % with and without error feedback: an MLP on Fashion-MNIST",
-                fontsize=16, fontweight="bold")
-    handles = [plt.Line2D([], [], color=color, linewidth=3) for color in colors.values()]
-    figure.legend(handles, ["FP32 (dashed: its best)", "with error feedback", "without"], loc="upper left",
-                  bbox_to_anchor=(0.014, 0.96), ncol=3, frameon=False)
-    figure.subplots_adjust(left=0.2, right=0.98, top=0.86, bottom=0.07, wspace=0.18, hspace=0.35)
-    figure.savefig(path, dpi=100)
     plt.close(figure)
