@@ -16,8 +16,8 @@ class Experiments(unittest.TestCase):
     def setUp(self):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-experiments-"))
         self.addCleanup(shutil.rmtree, self.folder)
-        from harness import report
-        self.report = report
+        from harness import report, slow_links
+        self.report, self.slow_links = report, slow_links
 
     def item(self, who, method, step_ms, bucket_mb=None, phase="main", network="shaped", **more):
         return {"who": who, "method": method, "phase": phase, "network": network, "bucket_mb": bucket_mb,
@@ -40,40 +40,40 @@ class Experiments(unittest.TestCase):
             self.item("gradwire", "powersgd4", [140], 16, wire_bytes=1e6),
             self.item("pytorch", "powersgd4", [280])
         ]
-        return self.report.Result({"settings": {}, "items": items})
+        return self.slow_links.Result({"settings": {}, "items": items})
 
     def test_medians_ratios_and_the_better_kind_of_buckets(self):
         result = self.result()
         self.assertEqual(result.base("gradwire").ms, 700)
         self.assertEqual(result.alone("pytorch").ms, 120)
         self.assertAlmostEqual(result.share(), 6 / 7)
-        table = {row[0] + " " + row[1]: row for row in self.report.main_table(result)}
+        table = {row[0] + " " + row[1]: row for row in self.slow_links.main_table(result)}
         self.assertEqual(table["PowerSGD rank 4 buckets of 16 MB"][2:],
                          ["140", "5.00x", "1.00", "one bucket", "280", "2.54x", "2.00x"])
         self.assertEqual(table["BF16 buckets of 4 MB"][2:],
                          ["350", "2.00x", "-", "buckets (FP16)", "fails", "-", "-"])
         self.assertEqual(table["FP32 buckets of 8 MB"][-1], "0.98x")
         self.assertNotIn("PowerSGD rank 1", " ".join(table))
-        for row in self.report.main_table(result):
+        for row in self.slow_links.main_table(result):
             self.assertEqual(len(row), 9)
-        self.assertEqual(self.report.errors(result), ["PyTorch BF16, buckets: it | aborted"])
+        self.assertEqual(self.slow_links.errors(result), ["PyTorch BF16, buckets: it | aborted"])
 
     def test_the_peers_16_bits_are_named_where_they_are_not_ours(self):
         for hook, buckets, compared in (("fp16", "one bucket (FP16)", "(FP16)"), ("bf16", "one bucket",
                                                                                   "(the same)")):
-            result = self.report.Result({"settings": {}, "items": [
+            result = self.slow_links.Result({"settings": {}, "items": [
                 self.item("gradwire", "16bit", [100]), self.item("pytorch", "16bit", [150], hook=hook)]})
-            self.assertEqual(self.report.main_table(result)[1][5:7], [buckets, "150"])
-            self.assertIn(f"PyTorch's {compared}", " ".join(self.report.goal_lines(result)))
+            self.assertEqual(self.slow_links.main_table(result)[1][5:7], [buckets, "150"])
+            self.assertIn(f"PyTorch's {compared}", " ".join(self.slow_links.goal_lines(result)))
 
     def test_goals_say_met_not_met_and_not_measured(self):
-        lines = self.report.goal_lines(self.result())
+        lines = self.slow_links.goal_lines(self.result())
         self.assertEqual([line.split("  ")[0].strip() for line in lines],
                          ["met", "not measured", "met", "met", "NOT MET", "met"], lines)
         self.assertIn("PowerSGD (rank 4), relative to own FP32 with one bucket", lines[2])
         self.assertIn("5.00x  (goal 5x)", lines[2])
         self.assertIn("0.98x  (goal 1x)", lines[4])
-        nothing = self.report.goal_lines(self.report.Result({"settings": {}, "items": []}))
+        nothing = self.slow_links.goal_lines(self.slow_links.Result({"settings": {}, "items": []}))
         self.assertEqual([line.split("  ")[0].strip() for line in nothing], ["not measured"] * 3)
 
     def test_the_sweep_chooses_by_medians_and_ignores_what_failed(self):
@@ -82,37 +82,35 @@ class Experiments(unittest.TestCase):
             self.item("gradwire", "fp32", [29, 40, 50], 8, "sweep"),
             self.item("gradwire", "fp32", None, 2, "sweep", error="no")
         ]
-        self.assertEqual(self.report.best_bucket_mb(items, "gradwire", "fp32", 16), 4)
-        self.assertEqual(self.report.best_bucket_mb(items, "pytorch", "fp32", 16), 16)
+        self.assertEqual(self.slow_links.best_bucket_mb(items, "gradwire", "fp32", 16), 4)
+        self.assertEqual(self.slow_links.best_bucket_mb(items, "pytorch", "fp32", 16), 16)
         one = [*items, self.item("gradwire", "fp32", [20], None, "sweep")]
-        self.assertIsNone(self.report.best_bucket_mb(one, "gradwire", "fp32", 16))
+        self.assertIsNone(self.slow_links.best_bucket_mb(one, "gradwire", "fp32", 16))
         self.assertEqual(
-            self.report.sweep_table(one),
+            self.slow_links.sweep_table(one),
             [["", "one bucket", "8 MB", "4 MB", "2 MB"], ["Gradwire FP32", "20", "40", "31", "-"]])
-        self.assertEqual(self.report.sweep_table(items)[1], ["Gradwire FP32", "40", "31", "-"])
+        self.assertEqual(self.slow_links.sweep_table(items)[1], ["Gradwire FP32", "40", "31", "-"])
 
     def test_a_log_without_its_warm_up(self):
-        log = self.folder / "run.jsonl"
         records = [{"type": "run", "buckets": 2, "schedule": "ring", "parameters": 10, "tensors": 3}]
         records += [{"type": "step", "step_ms": ms, "loss": ms / 10, "comm_ms": ms / 2}
                     for ms in (900, 10, 30, 20)]
-        log.write_text("".join(json.dumps(r) + "\n" for r in records))
-        read = self.report.read_log(log, 1)
+        read = self.report.result_of(records, 1)
         self.assertEqual((read["step_ms"], read["loss"], read["comm_ms"], read["wire_bytes"]),
                          ([10, 30, 20], 2.0, 10.0, None))
 
     def test_accuracy_against_the_same_seed(self):
-        import accuracy
+        from experiments import table
         items = [{"compression": spec, "seed": seed, "test_accuracy": value, "bytes": 1e9, "ratio": 2.0}
                  for spec, seed, value in (("fp32", 0, 0.88), ("fp32", 1, 0.90), ("bf16", 0, 0.881),
                                            ("bf16", 1, 0.894), ("powersgd:rank=4", 1, 0.89))]
-        rows = {row["spec"]: row for row in accuracy.by_spec(items)}
+        rows = {row["spec"]: row for row in table.accuracies(items)}
         self.assertEqual(list(rows), ["fp32", "bf16", "powersgd:rank=4"])
         self.assertAlmostEqual(sum(rows["bf16"]["differences"]), 0.001 - 0.006)
         self.assertEqual(len(rows["powersgd:rank=4"]["differences"]), 1)
-        self.assertEqual([line.rsplit(", ", 1)[1] for line in accuracy.goals(rows.values())],
+        self.assertEqual([line.rsplit(", ", 1)[1] for line in table.accuracy_goals(rows.values())],
                          ["met", "NOT MET", "NOT MET"])
-        self.assertEqual(len(accuracy.table(rows.values())), 4)
+        self.assertEqual(len(table.accuracy_table(rows.values())), 4)
 
     def test_speeds_and_losses_relative_to_a_mode(self):
         times = (("a", [10, 30, 20]), ("b", [10]), ("a", [40]), ("b", [20]))
@@ -133,16 +131,15 @@ class Experiments(unittest.TestCase):
             self.report.replace_section(page, "accuracy", "new")
 
     def test_shows_stored_results(self):
-        import ddp_loss
-        import ddp_speed
-        import fsdp_loss
-        import slow_links
-        for name, file in ((slow_links, "24-slow-links/experiments"), (ddp_loss, "23-ddp/loss"),
-                           (ddp_speed, "23-ddp/speed"), (fsdp_loss, "23-fsdp/loss")):
+        from experiments import slow_links
+        from experiments.table import ROWS
+        for experiment, file in ((slow_links.EXPERIMENT, "24-slow-links/experiments"),
+                                 (ROWS["ddp_loss"], "23-ddp/loss"), (ROWS["ddp_speed"], "23-ddp/speed"),
+                                 (ROWS["fsdp_loss"], "23-fsdp/loss")):
             document = json.loads((ROOT / "docs/results" / f"2026-11-{file}.json").read_text())
-            self.assertGreater(len(name.tables(document).splitlines()), 5, file)
-            if name is slow_links:
-                page = slow_links.page_text(self.report.Result(document), ["fp32"])
+            self.assertGreater(len(experiment.tables(document).splitlines()), 5, file)
+            if experiment is slow_links.EXPERIMENT:
+                page = slow_links.page_text(self.slow_links.Result(document), ["fp32"])
                 self.assertIn("![One step: FP32]", page)
 
     def test_rejects_bad_input(self):
@@ -159,7 +156,7 @@ class Experiments(unittest.TestCase):
 
 class ElasticAccuracy(unittest.TestCase):
     def setUp(self):
-        import elastic_accuracy
+        from experiments import elastic_accuracy
         self.elastic = elastic_accuracy
 
     def test_means_and_spreads_beside_the_runs_that_lost_nobody(self):
@@ -188,6 +185,6 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit("usage: experiments_test.py ROOT_OF_THE_SOURCES [unittest arguments]")
     ROOT = pathlib.Path(sys.argv.pop(1))
-    sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench/experiments")]
+    sys.path.insert(0, str(ROOT / "bench"))
     sys.dont_write_bytecode = True
     unittest.main()

@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 
+from experiments.table import Experiment
 from harness import ranks, report
 
 PAGE = ranks.ROOT / "docs/for-trainers.md"
@@ -28,15 +29,10 @@ WITHOUT_CHECKPOINT = ("megatron",)  # its optimizers, which save checkpoints, ne
 POWERSGD = "powersgd:rank=4"
 RING = "powersgd:rank=4,schedule=ring"  # results do not depend on DDP's buckets
 CHECKPOINT_SPECS = {"fsdp2": "int8", "torchtitan": "int8", "deepspeed2": "int8", "deepspeed3": "int8"}
-MODULES = ("torch>=2.9", "torch.distributed.fsdp._fully_shard", "accelerate")
-SPECS = ("int8", POWERSGD, RING)
-RESUMES = True
+WHAT = ("loss", "speed", "resume")
 PACKAGE = str(ranks.ROOT / "integrations/python")  # also for Ray's workers
 RANKS = {"OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1",
          "PYTHONPATH": os.pathsep.join([PACKAGE, os.environ.get("PYTHONPATH", "")])}
-OPTIONS = {"rate": "1gbit", "clients": tuple(CLIENTS), "what": ("loss", "speed", "resume"), "warm_up": 3,
-           "deadline_s": 240}
-SMOKE = {"rate": "", "clients": ("accelerate",), "warm_up": 1}
 
 
 def train(options, client, job, rate=""):
@@ -107,7 +103,7 @@ def measure(options):
 def settings(options, items):
     """Returns the clients and the properties in the file, also those from earlier runs."""
     return {key: [name for name in names if any(item[column] == name for item in items)]
-            for key, column, names in (("clients", "client", CLIENTS), ("what", "what", OPTIONS["what"]))}
+            for key, column, names in (("clients", "client", CLIENTS), ("what", "what", WHAT))}
 
 
 def line(item):
@@ -145,5 +141,11 @@ def tables(document):
 
 def render(document, path, options):
     """Writes the table into docs/for-trainers.md."""
-    page = PAGE.read_text()
-    PAGE.write_text(report.replace_section(page, "clients", tables(document) + "\n"))
+    report.put_section(PAGE, "clients", tables(document))
+
+
+EXPERIMENT = Experiment(
+    __doc__, {"rate": "1gbit", "clients": tuple(CLIENTS), "what": WHAT, "warm_up": 3, "deadline_s": 240},
+    {"rate": "", "clients": ("accelerate",), "warm_up": 1}, measure, tables, line=line, render=render,
+    settings=settings, modules=("torch>=2.9", "torch.distributed.fsdp._fully_shard", "accelerate"),
+    specs=("int8", POWERSGD, RING), resumes=True)

@@ -15,16 +15,13 @@ import subprocess
 import tempfile
 import time
 
+from experiments.table import Experiment
 from harness import report
 from harness.ranks import GRADWIRE
 
 WORLD = 4
 FATES = {"undisturbed": (0, 0), "4 -> 3": (1, 0), "4 -> 3 -> 4": (1, 1)}  # counts of lost and joined ranks
 SPECS = ("powersgd:rank=4", "int8")
-OPTIONS = {"steps": 200, "seeds": 3, "compression": SPECS, "fates": tuple(FATES), "data": "fashion-mnist",
-           "gradwire": GRADWIRE}
-SMOKE = {"steps": 4, "seeds": 1, "compression": SPECS[:1], "fates": ("undisturbed",), "data": "synthetic:256"}
-RESUMES = True
 
 
 class Run:
@@ -117,10 +114,6 @@ def measure(options):
                 yield {"compression": spec, "fate": fate, "seed": seed, "steps": options.steps, **found}
 
 
-def line(item):
-    return f"{item['compression']}, {item['fate']}, seed {item['seed']}: {100 * item['test_accuracy']:.2f} %"
-
-
 def tables(document):
     """Returns tables of the accuracies in percent, with their mean and standard deviation."""
     rows = [["compression", "ranks", "accuracy by seed (%)", "mean", "spread", "minus undisturbed"]]
@@ -138,3 +131,12 @@ def tables(document):
                          f"{statistics.stdev(percent):.2f}" if len(percent) > 1 else "-",
                          "-" if base is None or fate == "undisturbed" else f"{mean - base:+.2f}"])
     return report.markdown(rows)
+
+
+EXPERIMENT = Experiment(
+    __doc__,
+    {"steps": 200, "seeds": 3, "compression": SPECS, "fates": tuple(FATES), "data": "fashion-mnist",
+     "gradwire": GRADWIRE},
+    {"steps": 4, "seeds": 1, "compression": SPECS[:1], "fates": ("undisturbed",), "data": "synthetic:256"},
+    measure, tables, resumes=True,
+    line=lambda i: f"{i['compression']}, {i['fate']}, seed {i['seed']}: {100 * i['test_accuracy']:.2f} %")

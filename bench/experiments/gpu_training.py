@@ -6,21 +6,12 @@ tanh both sides use the tanh form of GELU. Then, in the first precision, two ran
 exchange gradients in groups of --gradient-group layers. Compare these only with each other. --deadline-s is
 that of one run of gradwire.
 """
-import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 
-from harness import report
-from harness.ranks import GRADWIRE
+from experiments.table import Experiment
+from harness import ranks, report
 
-OPTIONS = {"device": "cuda", "gradwire": GRADWIRE, "model": "vit_l_32", "precision": ("bf16", "tf32", "fp32"),
-           "gelu": "exact", "gradient_group": (2, 4), "batch_size": 32, "steps": 30, "warmup": 10,
-           "repetitions": 1, "deadline_s": 120, "no_compile": False, "no_graph": False}
-SMOKE = {"device": "cpu", "model": "tiny", "precision": ("fp32",), "steps": 1, "warmup": 1, "batch_size": 1,
-         "no_compile": True}
-MODULES = ("torch",)
 GRADWIRE_SIZES = {"vit_l_32": ["--model", "vit_l_32"],
                   "tiny": ["--model", "vit_s_16", "--image-size", "32", "--patch", "8", "--depth", "2",
                            "--heads", "4", "--width", "64", "--mlp", "128"]}
@@ -48,24 +39,18 @@ def gradwire_row(options, precision, graph=False, group=None):
     """Measures Gradwire on one rank. `group`: measures two ranks that exchange `group` layers together."""
     flags = ["--graph"] if graph else ["--gradient-group", str(group)] if group else []
     row = {"who": " ".join(["Gradwire", *(["--ranks 2"] if group else []), *flags]), "precision": precision}
-    with tempfile.TemporaryDirectory(prefix="gradwire-gpu-") as folder:
-        log = pathlib.Path(folder) / "run.jsonl"
-        command = [
-            options.gradwire, "train", *GRADWIRE_SIZES[options.model], "--data", "synthetic", "--device",
+    try:
+        records = ranks.train([
+            *GRADWIRE_SIZES[options.model], "--data", "synthetic", "--device",
             "host" if options.device == "cpu" else "cuda", "--ranks", "2" if group else "1", "--batch-size",
-            str(options.batch_size), "--steps", str(options.warmup + options.steps), "--optimizer", "sgd",
-            "--lr", "0.01", "--momentum", "0", "--eval-every", "0", "--precision", precision, "--gelu",
-            options.gelu, "--log", str(log), *flags
-        ]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=options.deadline_s)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return {**row, "error": str(error)[:200]}
-        if done.returncode != 0:
-            return {**row, "error": (done.stderr.strip().splitlines()
-                                     or [f"exited with code {done.returncode}"])[-1][:200]}
-        read = report.read_log(log, options.warmup)
-    return {**row, "step_ms": read["step_ms"], "parameters": read["parameters"]}
+            options.batch_size, "--steps", options.warmup + options.steps, "--optimizer", "sgd", "--lr",
+            "0.01", "--momentum", "0", "--eval-every", "0", "--precision", precision, "--gelu", options.gelu,
+            *flags],
+            deadline_s=options.deadline_s, gradwire=options.gradwire)
+    except (OSError, ranks.Failed) as error:
+        return {**row, "error": str(error)[:200]}
+    result = report.result_of(records, options.warmup)
+    return {**row, "step_ms": result["step_ms"], "parameters": result["parameters"]}
 
 
 def measure(options):
@@ -139,3 +124,12 @@ def tables(document):
     rows = document["items"]
     return (report.plain(table(rows, document["settings"]["batch_size"])) + "\n\n"
             + "\n".join(goal_lines(rows)))
+
+
+EXPERIMENT = Experiment(
+    __doc__,
+    {"device": "cuda", "gradwire": ranks.GRADWIRE, "model": "vit_l_32", "precision": ("bf16", "tf32", "fp32"),
+     "gelu": "exact", "gradient_group": (2, 4), "batch_size": 32, "steps": 30, "warmup": 10,
+     "repetitions": 1, "deadline_s": 120, "no_compile": False, "no_graph": False},
+    {"device": "cpu", "model": "tiny", "precision": ("fp32",), "steps": 1, "warmup": 1, "batch_size": 1,
+     "no_compile": True}, measure, tables, line=line, settings=settings, modules=("torch",))

@@ -8,40 +8,31 @@ Regret: auto's step over that of the best spec within the error budget, less 1. 
 the repetitions of the median step. Error of a prediction: the predicted step of a spec, by the auto of that
 repetition, over its measured step, less 1.
 """
-import json
-import pathlib
 import statistics
-import re
-import tempfile
 
+from experiments.table import Experiment
 from harness import ranks, report
 
 SMALL, LARGE = "vit_tiny", "vit_tiny, 128 wide, 6 deep"
 MODELS = {SMALL: ("--batch-size", "16"), LARGE: ("--width", "128", "--depth", "6", "--batch-size", "8")}
 NAMESPACES = ", namespaces"
 PAGE = ranks.ROOT / "docs/results/auto.md"
-OPTIONS = {"repetitions": 5, "steps": 30, "warmup": 5,
-           "link": ("200Mbit", "1Gbit", "1Gbit" + NAMESPACES, "5Gbit", "none"),
-           "model": (SMALL, LARGE), "budget": (0.1, 1.0), "deadline_s": 120,
-           "spec": ("fp32", "bf16", "int8", "fp8", "int4", "powersgd:rank=4", "powersgd:rank=1")}
-SMOKE = {"repetitions": 1, "steps": 2, "warmup": 1, "link": ("5Gbit",), "model": (SMALL,),
-         "spec": ("fp32", "bf16"), "budget": (1.0,)}
 
 
-def train(options, link, model, compression, log):
+def train(options, link, model, compression):
     """Returns the steps of one run; with auto, also its choice and its predictions."""
-    command = [ranks.GRADWIRE, "train", *MODELS[model], "--device", "host", "--data", "synthetic:4000",
-               "--eval-every", "0", "--compression", compression, "--steps",
-               str(options.warmup + options.steps), "--log", str(log)]
+    flags = [*MODELS[model], "--device", "host", "--data", "synthetic:4000", "--eval-every", "0",
+             "--compression", compression, "--steps", options.warmup + options.steps]
     shaped = link.endswith(NAMESPACES)
     if not shaped:
-        command += ["--ranks", "4", *(() if link == "none" else ("--link", link))]
-    quiet = ["sh", "-c", 'exec "$@" > /dev/null', "sh", *command]
+        flags += ["--ranks", "4", *(() if link == "none" else ("--link", link))]
     rate = link.removesuffix(NAMESPACES).lower() if shaped else ""
-    if ranks.run(quiet, 4 if shaped else 1, rate, options.deadline_s, {"GRADWIRE_THREADS": "1"}) != 0:
-        return {"error": "gradwire train failed"}
-    result = report.read_log(log, options.warmup)
-    for record in map(json.loads, log.read_text().splitlines()):
+    try:
+        records = ranks.train(flags, 4 if shaped else 1, rate, options.deadline_s, {"GRADWIRE_THREADS": "1"})
+    except ranks.Failed as error:
+        return {"error": str(error)}
+    result = report.result_of(records, options.warmup)
+    for record in records:
         if record["type"] == "run":
             result["choice"] = record["compression"]
         if record["type"] == "choice":
@@ -55,15 +46,12 @@ def measure(options):
     runs = [(None, spec) for spec in options.spec]
     runs += [(budget, f"auto:error={budget:g},replan=off,allow={'+'.join(options.spec)}")
              for budget in options.budget]
-    with tempfile.TemporaryDirectory() as folder:
-        log = pathlib.Path(folder) / "run.jsonl"
-        for link in options.link:
-            for model in options.model:
-                for repetition in range(options.repetitions):
-                    for budget, spec in runs:
-                        yield {"link": link, "model": model, "repetition": repetition, "spec": spec,
-                               "budget": budget, **train(options, link, model, spec, log)}
-                        log.unlink(missing_ok=True)
+    for link in options.link:
+        for model in options.model:
+            for repetition in range(options.repetitions):
+                for budget, spec in runs:
+                    yield {"link": link, "model": model, "repetition": repetition, "spec": spec,
+                           "budget": budget, **train(options, link, model, spec)}
 
 
 def line(item):
@@ -76,24 +64,20 @@ def chosen(items, **fields):
     return [item for item in items if "step_ms" in item and all(item[k] == v for k, v in fields.items())]
 
 
-def step_ms(items):
-    return statistics.median(statistics.median(item["step_ms"]) for item in items)
-
-
 def regret(items, budget):
     """Returns auto's choices and step, and the best spec's, of one rate and model; None without results."""
     autos = chosen(items, budget=budget)
     if not autos:
         return None
     errors = {row["compression"]: row["error"] for item in autos for row in item["predictions"]}
-    hand = {spec: step_ms(runs) for spec, error in errors.items()
+    hand = {spec: report.median_steps(runs) for spec, error in errors.items()
             if error <= budget and (runs := chosen(items, budget=None, spec=spec))}
     best = min(hand, key=hand.get)
     choices = sorted({item["choice"] for item in autos})
     # Auto's step differs from the chosen spec's own runs only by noise.
     of_choice = statistics.median(hand[item["choice"]] for item in autos)
-    return {"choices": choices, "auto_ms": step_ms(autos), "of_choice_ms": of_choice, "best": best,
-            "best_ms": hand[best], "fp32_ms": hand["fp32"]}
+    return {"choices": choices, "auto_ms": report.median_steps(autos), "of_choice_ms": of_choice,
+            "best": best, "best_ms": hand[best], "fp32_ms": hand["fp32"]}
 
 
 def prediction_errors(items):
@@ -149,7 +133,15 @@ def tables(document):
 
 
 def render(document, path, options):
-    """Writes the tables between the markers of docs/results/auto.md."""
-    text = re.sub(r"(?<=<!-- tables -->\n).*(?=<!-- end of tables -->)", lambda _: tables(document) + "\n",
-                  PAGE.read_text(), flags=re.S)
-    PAGE.write_text(text)
+    """Writes the tables into docs/results/auto.md."""
+    report.put_section(PAGE, "tables", tables(document))
+
+
+EXPERIMENT = Experiment(
+    __doc__,
+    {"repetitions": 5, "steps": 30, "warmup": 5,
+     "link": ("200Mbit", "1Gbit", "1Gbit" + NAMESPACES, "5Gbit", "none"),
+     "model": (SMALL, LARGE), "budget": (0.1, 1.0), "deadline_s": 120,
+     "spec": ("fp32", "bf16", "int8", "fp8", "int4", "powersgd:rank=4", "powersgd:rank=1")},
+    {"repetitions": 1, "steps": 2, "warmup": 1, "link": ("5Gbit",), "model": (SMALL,),
+     "spec": ("fp32", "bf16"), "budget": (1.0,)}, measure, tables, line=line, render=render)

@@ -9,10 +9,9 @@ import math
 import subprocess
 import tempfile
 
+from experiments.table import Experiment
 from harness import ranks, report
 
-OPTIONS = {"gradwire": ranks.GRADWIRE}
-SMOKE = {}
 KI, MI, GI = 1 << 10, 1 << 20, 1 << 30
 H200 = dict(zip((32 * KI << i for i in range(20)), (
     1.44, 2.93, 5.73, 11.74, 23.94, 39.93, 64.53, 107.16, 155.53, 219.89, 275.84, 346.51, 401.93, 436.15,
@@ -128,3 +127,6 @@ def tables(document):
         rows.append([name, str(len(points)), str(len(points) - len(held_back)), percent(error(points)),
                      percent(error(held_back)), percent(max(error([p]) for p in points))])
     return report.markdown(rows)
+
+
+EXPERIMENT = Experiment(__doc__, {"gradwire": ranks.GRADWIRE}, {}, measure, tables)

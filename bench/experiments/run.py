@@ -11,20 +11,7 @@ An experiment with the option --ranks runs in that many processes of this machin
 process runs on a separate host, and links of this rate connect the hosts (bench/harness/shaped_link.sh; needs
 root).
 
-The other modules of this folder are the experiments. A module has
-    OPTIONS            {option: default}; a tuple: the option may be repeated; False: a flag
-    SMOKE              the options of a smoke run that differ
-    measure(options)   a generator of measurements, which are dictionaries; on every rank. options.done: the
-                       measurements that the file has already, if RESUMES is True
-    tables(document)   the text for {"settings": {...}, "items": [measurements]}
-and may have
-    MODULES, SPECS     Python modules (torch>=2.9: of this version) and specs that a smoke run requires
-    ENVIRONMENT        variables of the ranks
-    RESUMES            True: keeps the measurements of the result file
-    ERRORS_ARE_RESULTS True: measurements with an "error" do not fail the experiment
-    line(item)         a measurement in one line
-    settings(options, items)            more settings of the document
-    render(document, path, options)     writes the result's page
+The experiments are the rows of table.py, and this folder's other modules, each with an EXPERIMENT.
 """
 import argparse
 import importlib
@@ -39,9 +26,10 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "integrations/python")]
+from experiments.table import ROWS  # noqa: E402
 from harness import ranks, smoke  # noqa: E402
 
-NAMES = sorted(path.stem for path in HERE.glob("*.py") if path.stem != "run")
+NAMES = sorted({*ROWS, *(path.stem for path in HERE.glob("*.py"))} - {"run", "table"})
 
 
 def existing(text):
@@ -52,14 +40,14 @@ def existing(text):
 
 def parse(name, experiment, words):
     """Returns the options of the command line, with the values of SMOKE in a smoke run."""
-    parser = argparse.ArgumentParser(prog=f"run.py {name}", description=experiment.__doc__,
+    parser = argparse.ArgumentParser(prog=f"run.py {name}", description=experiment.about,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, help=f"default: build/{name}.json")
     parser.add_argument("--show", type=existing, metavar="FILE", help="only print a result's tables")
-    if hasattr(experiment, "render"):
+    if experiment.render:
         parser.add_argument("--render", type=existing, metavar="FILE", help="only write a result's page")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to test the experiment")
-    defaults = {**experiment.OPTIONS}
+    defaults = experiment.options
     if "ranks" in defaults:
         defaults = {"rate": "", "deadline_s": 3600, **defaults}
     for option, default in defaults.items():
@@ -77,7 +65,7 @@ def parse(name, experiment, words):
         if isinstance(default, tuple) and not getattr(options, option):
             setattr(options, option, default)
     if options.smoke:
-        vars(options).update(experiment.SMOKE)
+        vars(options).update(experiment.smoke)
     options.json = options.json or ROOT / "build" / ("smoke" if options.smoke else "") / f"{name}.json"
     return options
 
@@ -86,20 +74,20 @@ def settings(name, experiment, options, items):
     """Returns the machine, versions and options of a result."""
     versions = {module: getattr(sys.modules.get(module), "__version__", None)
                 for module in ("gradwire", "jax", "torch")}
-    chosen = {option: getattr(options, option) for option in experiment.OPTIONS}
-    more = experiment.settings(options, items) if hasattr(experiment, "settings") else {}
+    chosen = {option: getattr(options, option) for option in experiment.options}
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": ranks.commit(),
         "command": f"bench/experiments/run.py {' '.join(sys.argv[1:])}", "cpu": ranks.cpu(),
         "cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version(),
         "load": os.getloadavg()[0], **{module: v for module, v in versions.items() if v},
-        **{option: str(v) if isinstance(v, pathlib.Path) else v for option, v in chosen.items()}, **more
+        **{option: str(v) if isinstance(v, pathlib.Path) else v for option, v in chosen.items()},
+        **experiment.settings(options, items)
     }
 
 
 def measure(name, experiment, options):
     """Stores each measurement at once, so that a later failure loses nothing. Returns the exit status."""
-    resumes = getattr(experiment, "RESUMES", False) and options.json.is_file() and not options.smoke
+    resumes = experiment.resumes and options.json.is_file() and not options.smoke
     options.done = json.loads(options.json.read_text())["items"] if resumes else []
     document = {"schema": 1, "settings": {}, "items": list(options.done)}
     first = os.environ.get("RANK", "0") == "0"
@@ -110,19 +98,20 @@ def measure(name, experiment, options):
         document["items"].append(item)
         document["settings"] = settings(name, experiment, options, document["items"])
         options.json.write_text(json.dumps(document, indent=1) + "\n")
-        if hasattr(experiment, "line"):
+        if experiment.line:
             print(experiment.line(item), flush=True)
     if first:
         print(f"\n{experiment.tables(document)}\n\nWritten: {options.json}", flush=True)
     failed = any("error" in item for item in document["items"])
-    return int(failed and (options.smoke or not getattr(experiment, "ERRORS_ARE_RESULTS", False)))
+    return int(failed and (options.smoke or not experiment.errors_are_results))
 
 
 def main():
     if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
         print(f"{__doc__}\nExperiments: {', '.join(NAMES)}", file=sys.stderr)
         return 0 if sys.argv[1:] in (["-h"], ["--help"]) else 2
-    name, experiment = sys.argv[1], importlib.import_module(sys.argv[1])
+    name = sys.argv[1]
+    experiment = ROWS.get(name) or importlib.import_module(f"experiments.{name}").EXPERIMENT
     options = parse(name, experiment, sys.argv[2:])
     if options.show:
         print(experiment.tables(json.loads(options.show.read_text())))
@@ -131,10 +120,10 @@ def main():
         experiment.render(json.loads(options.render.read_text()), options.render, options)
         return 0
     if options.smoke and "RANK" not in os.environ:
-        smoke.need(getattr(experiment, "MODULES", ()), getattr(experiment, "SPECS", ()))
-    if "ranks" in experiment.OPTIONS and "RANK" not in os.environ:
+        smoke.need(experiment.modules, experiment.specs)
+    if "ranks" in experiment.options and "RANK" not in os.environ:
         return ranks.run([sys.executable, *sys.argv], options.ranks, options.rate, options.deadline_s,
-                         getattr(experiment, "ENVIRONMENT", {}))
+                         experiment.environment)
     return measure(name, experiment, options)
 
 

@@ -1,23 +1,27 @@
-"""A small transformer in JAX, and averages over Gloo, for the experiments jax_*."""
+"""The experiments jax_*: a small transformer in JAX, and averages over Gloo."""
 import functools
 import os
 import socket
+import statistics
+import time
 import typing
 
-try:
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import NamedSharding, PartitionSpec
-except ImportError:
-    jax = None  # run.py shows the options even without JAX
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import NamedSharding, PartitionSpec
 
-GLOO = "jax.lax.pmean, Gloo"
-SMOKE_MODES = (GLOO, "int8")  # each mode takes ten seconds to compile
+import gradwire.jax
+from harness.report import GLOO
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+WARM_UP_STEPS = 4  # the first step compiles; PowerSGD starts at the third step
 
 
 def connect():
-    """Initializes jax.distributed with Gloo, on this machine or over a network."""
+    """Initializes jax.distributed with Gloo, on this machine or over a network, and Gradwire."""
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if address != "127.0.0.1":  # Gloo would listen at the address of the host's name, which is 127.0.0.1
         from jax._src.lib import _jax
@@ -26,11 +30,12 @@ def connect():
             here = probe.getsockname()[0]
         _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname=here)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"{address}:{port}", int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+    jax.distributed.initialize(f"{address}:{port}", WORLD, RANK)
+    gradwire.jax.init(timeout_s=120)
 
 
 def _mesh():
-    return jax.make_mesh((int(os.environ["WORLD_SIZE"]),), ("ranks",))
+    return jax.make_mesh((WORLD,), ("ranks",))
 
 
 def on_all_ranks(mine):
@@ -82,8 +87,6 @@ class Transformer(typing.NamedTuple):
                 "head": linear(width, self.words)}
 
     def loss(self, weights, tokens):
-        import optax
-
         def apply(layer, x):
             return x @ layer["w"] + layer["b"]
 
@@ -103,10 +106,6 @@ class Transformer(typing.NamedTuple):
 
     def trainer(self, mode, optimizer):
         """Returns (first state, step): step(weights, state, tokens) -> (loss, weights, state)."""
-        import optax
-        from jax.flatten_util import ravel_pytree
-
-        import gradwire.jax
         inner = optax.sgd(0.05, momentum=0.9) if optimizer == "sgd" else optax.adamw(0.002)
         gradients = jax.jit(jax.value_and_grad(self.loss))
         mean = mean_over_gloo()
@@ -127,3 +126,60 @@ class Transformer(typing.NamedTuple):
             return (loss, *apply(averaged(gradient) if mode == GLOO else gradient, state, weights))
 
         return inner.init, step
+
+
+def allreduces(options, specs):
+    """Measures averages over the ranks, which run in place with donated operands, as in training."""
+    connect()
+    mine = jax.random.normal(jax.random.key(RANK), (int(options.mib * (1 << 18)),))
+    calls = {GLOO: mean_over_gloo(donate_argnums=0),
+             **{spec: jax.jit(lambda x, spec=spec: gradwire.jax.pmean(x, spec), donate_argnums=0)
+                for spec in specs}}
+    values = {mode: on_all_ranks(mine) if mode == GLOO else mine + 0 for mode in calls}
+    for repetition in range(options.repetitions + 1):  # the calls alternate; the first call compiles
+        times = []
+        for mode, call in calls.items():
+            begin = time.perf_counter()
+            values[mode] = jax.block_until_ready(call(values[mode]))
+            times.append({"mode": mode, "step_ms": [(time.perf_counter() - begin) * 1e3]})
+        yield from times if repetition else ()
+
+
+def losses(options):
+    """Trains, and measures the loss on 16 held-out batches."""
+    connect()
+    model = Transformer(64, 2)
+    held_out_loss = jax.jit(model.loss)
+    for optimizer in ("sgd", "adamw"):
+        for mode in options.modes:
+            first_state, step = model.trainer(mode, optimizer)
+            for seed in range(options.seeds):
+                weights = model.fresh_weights(seed)
+                state = first_state(weights)
+                for number in range(options.steps):
+                    loss, weights, state = step(weights, state, model.batch(seed, number, RANK))
+                    jax.block_until_ready(weights)
+                held_out = statistics.fmean(
+                    float(held_out_loss(weights, model.batch(seed, 1_000_000 + k, 0))) for k in range(16))
+                yield {"mode": mode, "optimizer": optimizer, "seed": seed, "steps": options.steps,
+                       "final_loss": held_out, "training_loss": float(loss)}
+    gradwire.jax.shutdown()
+
+
+def steps(options):
+    """Measures training steps, the modes in turns."""
+    connect()
+    model = Transformer(options.width, options.depth, batch_size=2)
+    trainers = {mode: model.trainer(mode, "adamw") for mode in options.modes}
+    for mode, (first_state, step) in [*trainers.items()] * options.repetitions:
+        weights = model.fresh_weights(0)
+        state, times = first_state(weights), []
+        for number in range(WARM_UP_STEPS + options.steps):
+            tokens = model.batch(0, number, RANK)
+            begin = time.perf_counter()
+            _, weights, state = step(weights, state, tokens)
+            jax.block_until_ready((weights, state))
+            times.append((time.perf_counter() - begin) * 1e3)
+        yield {"mode": mode, "step_ms": times[WARM_UP_STEPS:],
+               "parameters": sum(leaf.size for leaf in jax.tree.leaves(weights))}
+    gradwire.jax.shutdown()

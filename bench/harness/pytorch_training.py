@@ -1,8 +1,8 @@
 """A transformer in FSDP2 or DDP, with or without Gradwire, for the experiments fsdp_* and ddp_*.
 
 A mode is {"native": {...}} or {"ours": {...}}. FSDP2: "native" has param_dtype and reduce_dtype, "ours" the
-arguments of gradwire.fsdp.compress(); "replicas" is their number on a 2-D mesh. DDP: "native" has PyTorch's hook and its rank and start, "ours" the
-spec. Reduce-scatter alone: "native" is True, "ours" is the spec.
+arguments of gradwire.fsdp.compress(); "replicas" is their number on a 2-D mesh. DDP: "native" has PyTorch's
+hook and its rank and start, "ours" the spec. Reduce-scatter alone: "native" is True, "ours" is the spec.
 """
 import gc
 import os

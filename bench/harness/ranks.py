@@ -1,16 +1,26 @@
 """Starts the ranks of an experiment, and describes the machine and the commit."""
 import functools
+import json
 import os
 import pathlib
 import re
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHAPED_LINK = str(ROOT / "bench/harness/shaped_link.sh")
 GRADWIRE = str(ROOT / "build/bin/gradwire")
+TIMED_OUT = 124  # as of the program timeout
+# Runs the command in $2... as a world of 1, whatever the launcher says, with the log $1.RANK.
+ALONE = ('log=$1.$RANK; shift; unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT; '
+         'exec "$@" --log "$log"')
+
+
+class Failed(Exception):
+    """The reason why a measurement failed."""
 
 
 def output_of(*command):
@@ -40,13 +50,7 @@ def no_links():
     return "" if probe.returncode == 0 else lines[-1]
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def run(command, count, rate, deadline_s, environment=None):
+def run(command, count, rate, deadline_s, environment=None, output=None):
     """Runs a command once per rank, with the variables of torchrun. Returns the largest exit status.
 
     Args:
@@ -56,27 +60,24 @@ def run(command, count, rate, deadline_s, environment=None):
             processes of this machine.
         deadline_s: seconds after which the ranks are killed.
         environment: more variables for the ranks.
+        output: a file for the output of all ranks. None: the terminal.
     """
     threads = str(max(1, (os.cpu_count() or 1) // count))
     base = {"GRADWIRE_THREADS": threads, "OMP_NUM_THREADS": threads, **os.environ, **(environment or {})}
-    if rate:
-        link = [SHAPED_LINK, "--hosts", str(count), "--rate", rate, "--"]
-        processes = [subprocess.Popen([*link, *command], env=base, start_new_session=True)]
-    else:
-        base.update(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
-        processes = [subprocess.Popen(command, env={**base, "RANK": str(r), "LOCAL_RANK": str(r)},
-                                      start_new_session=True) for r in range(count)]
-    return wait(processes, deadline_s)
-
-
-def wait(processes, deadline_s):
-    """Waits for processes with separate sessions; kills all at the deadline. Returns the largest status."""
+    links = [SHAPED_LINK, "--hosts", str(count), "--rate", rate, "--"] if rate else []
+    if not rate:
+        with socket.socket() as probe:  # finds a free port
+            probe.bind(("127.0.0.1", 0))
+            base.update(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1",
+                        MASTER_PORT=str(probe.getsockname()[1]), GLOO_SOCKET_IFNAME="lo")
+    processes = [subprocess.Popen([*links, *command], start_new_session=True, stdout=output, stderr=output,
+                                  env={**base, **({} if rate else {"RANK": str(r), "LOCAL_RANK": str(r)})})
+                 for r in range(1 if rate else count)]
     end = time.monotonic() + deadline_s
     try:
         return max(abs(process.wait(timeout=max(1, end - time.monotonic()))) for process in processes)
     except subprocess.TimeoutExpired:
-        return 1
+        return TIMED_OUT
     finally:  # even after Ctrl-C: on SIGTERM shaped_link.sh removes its namespaces and their processes
         for process in processes:
             if process.poll() is None:
@@ -86,3 +87,30 @@ def wait(processes, deadline_s):
                 process.wait(timeout=30)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_quietly(command, count, rate, deadline_s, environment=None):
+    """Runs a command like run(). Raises Failed with the last line of the ranks' output if a rank fails."""
+    with tempfile.TemporaryFile("w+") as output:
+        code = run(command, count, rate, deadline_s, environment, output)
+        if code == TIMED_OUT:
+            raise Failed(f"did not finish within {deadline_s} s")
+        if code:
+            output.seek(0)
+            raise Failed((output.read().strip().splitlines() or [f"exited with code {code}"])[-1][:200])
+
+
+def train(flags, count=1, rate="", deadline_s=1800, environment=None, gradwire=GRADWIRE, alone=False):
+    """Returns the records of `gradwire train`. Raises Failed if the training fails.
+
+    Args:
+        flags: flags of `gradwire train`; with a count of 1, --ranks starts threads.
+        count, rate, deadline_s, environment: as for run().
+        alone: each process is a world of 1.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradwire-train-") as folder:
+        log, command = f"{folder}/run.jsonl", [gradwire, "train", *map(str, flags)]
+        command = ["sh", "-c", ALONE, "sh", log, *command] if alone else [*command, "--log", log]
+        run_quietly(command, count, rate, deadline_s, environment)
+        lines = pathlib.Path(log + (".0" if alone else "")).read_text().splitlines()
+        return [json.loads(line) for line in lines]

@@ -1,5 +1,5 @@
 """Draws the results of the experiments slow_links and accuracy."""
-from harness.report import Result, theirs_16bit
+from harness.slow_links import Result, theirs_16bit
 from plots.style import (FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes,
                          plt, style)
 
@@ -84,7 +84,7 @@ def draw_accuracy(items, rows, path):
     """Draws accuracy by epoch of every run, and last accuracies by bytes.
 
     Args:
-        items, rows: measurements of bench/experiments/accuracy.py, and the result of its by_spec().
+        items, rows: measurements of the experiment accuracy, and the result of accuracies().
         path: the picture to write.
     """
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
