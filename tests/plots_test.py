@@ -21,8 +21,8 @@ class Plots(unittest.TestCase):
         sys.path.insert(0, str(ROOT / "bench"))
         self.addCleanup(sys.path.pop, 0)
         sys.dont_write_bytecode = True
-        from plots import pareto, plans, plot
-        self.pareto, self.plans, self.plot = pareto, plans, plot
+        from plots import by_ranks, pareto, plot
+        self.by_ranks, self.pareto, self.plot = by_ranks, pareto, plot
 
     def row(self, name, bytes_per_element, accuracy, seeds=1, log="out.0.jsonl"):
         return {"compression": name, "wire_bytes_per_element": bytes_per_element, "test_accuracy": accuracy,
@@ -47,7 +47,6 @@ class Plots(unittest.TestCase):
         self.assertTrue(self.plot.draws_pareto(few, True))
         self.assertTrue(self.plot.draws_pareto(few * 8, False))
         self.assertTrue(self.plot.draws_pareto([self.row("fp32", 4, 0.9, seeds=2)], False))
-        self.assertFalse(self.plot.draws_pareto(None, True))
 
     def test_plans_have_a_line_per_spec_with_its_fastest_schedule(self):
         files = []
@@ -57,11 +56,13 @@ class Plots(unittest.TestCase):
             files.append(self.folder / f"plan-{ranks}.json")
             files[-1].write_text(json.dumps({"cluster": "a cluster", "ranks": ranks, "model": "vit_tiny",
                                              "batch_size": 8, "rows": rows}))
-        plans = self.plot.plans_of([str(file) for file in files])
-        self.assertEqual(self.plans.best_speeds(plans[0]), {"fp32": 1, "bf16": 1.5})
-        self.plans.draw(plans, self.folder / "plan.png")
+        plans = [self.plot.document_of(str(file)) for file in files]
+        self.assertEqual(self.plot.kind_of(plans), "plans")
+        self.assertEqual(self.by_ranks.best_speeds(plans[0]), {"fp32": 1, "bf16": 1.5})
+        self.by_ranks.draw_plans(plans, self.folder / "plan.png")
         self.assertGreater((self.folder / "plan.png").stat().st_size, 10000)
-        self.assertIsNone(self.plot.plans_of([str(self.folder / "plan.png")]))
+        self.assertEqual(self.plot.kind_of([plans[0], self.plot.document_of(str(self.folder / "plan.png"))]),
+                         "runs")
 
     def test_both_pictures_are_drawn_from_the_logs_that_the_table_names(self):
         records = [{

@@ -1,7 +1,6 @@
 """Draws the results of the experiments slow_links and accuracy."""
 from harness.slow_links import Result, theirs_16bit
-from plots.style import (FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes,
-                         plt, style)
+from plots.style import FAINT, INK, RUN_COLORS, finish, human_bytes, log_axis, plt, style, subplots
 
 OURS, THEIRS = "#0072b2", "#d5a021"
 
@@ -46,10 +45,8 @@ def draw(document, path):
     result = Result(document)
     s = result.settings
     fast = result.rows("loopback")
-    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
-    figure, axes = plt.subplots(1, 3 if fast else 2, figsize=(23 if fast else 17, 5.8), squeeze=False,
-                                gridspec_kw={"width_ratios": [1.4, 1.4, 0.9][:3 if fast else 2]})
-    axes = axes[0]
+    figure, axes = subplots(3 if fast else 2, (23 if fast else 17, 5.8),
+                            gridspec_kw={"width_ratios": [1.4, 1.4, 0.9][:3 if fast else 2]})
     rows = result.rows()
     base_ms = {True: result.base("gradwire").ms, False: result.base("pytorch").ms}
     style(axes[0], "Speed relative to own FP32 with one bucket", "", "")
@@ -63,21 +60,18 @@ def draw(document, path):
     if fast:
         style(axes[2], "Steps per second over loopback", "", "")
         grouped_bars(axes[2], fast, lambda cell, _: 1000 / cell.ms, lambda v: f"{v:.1f}")
-    figure.text(0.03, 0.95, f"Training steps over {s['rate']} links", fontsize=16, fontweight="bold")
     share = result.share()
     about = (f"{s['hosts']} hosts (network namespaces on {s['cores']} cores), "
              f"ViT with {s['parameters'] or 0:,} parameters, batch {s['batch_size']} per host")
     if share:
         about += f"; communication is {100 * share:.0f} % of Gradwire's FP32 step with one bucket"
-    figure.text(0.03, 0.9, about, fontsize=10.5, color=FAINT)
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (OURS, THEIRS)]
     for_bf16 = " (FP16 for BF16)" if theirs_16bit(result.items) == "FP16" else ""
     figure.legend(handles, ["Gradwire", f"PyTorch {s['torch']} DDP over gloo{for_bf16}"],
                   loc="upper right", bbox_to_anchor=(0.985, 0.985), ncol=2, frameon=False, fontsize=10.5,
                   handlelength=1.2, handleheight=1.0)
-    figure.subplots_adjust(left=0.03, right=0.985, top=0.79, bottom=0.14, wspace=0.08)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    finish(figure, path, f"Training steps over {s['rate']} links", about, (0.03, 0.95, 0.9), 100, left=0.03,
+           right=0.985, top=0.79, bottom=0.14, wspace=0.08)
 
 
 def draw_accuracy(items, rows, path):
@@ -87,8 +81,7 @@ def draw_accuracy(items, rows, path):
         items, rows: measurements of the experiment accuracy, and the result of accuracies().
         path: the picture to write.
     """
-    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
-    figure, axes = plt.subplots(1, 2, figsize=(14, 5.2))
+    figure, axes = subplots(2, (14, 5.2))
     colors = dict(zip([row["spec"] for row in rows], RUN_COLORS))
     style(axes[0], "Test accuracy by epoch", "epoch", "%")
     for item in items:
@@ -109,20 +102,14 @@ def draw_accuracy(items, rows, path):
                          (row["bytes"], 100 * min(row["accuracies"])), textcoords="offset points",
                          xytext=(0, -14), ha="center", va="top", color=color, fontweight="bold", fontsize=9.5)
     axes[1].set_xscale("log")
-    axes[1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes[1].xaxis.set_major_formatter(FuncFormatter(human_bytes))
-    axes[1].xaxis.set_minor_locator(NullLocator())
+    log_axis(axes[1].xaxis, human_bytes)
     axes[1].margins(x=0.25, y=0.6)
     config = items[0]["run"]
     seeds = len({item["seed"] for item in items})
-    figure.text(0.045, 0.945, f"{config['model']['name']} on {config['data'].split(':')[0]}", fontsize=16,
-                fontweight="bold")
-    figure.text(0.045, 0.893, f"{config['ranks']} ranks, batch {config['batch_size']} per rank, "
-                f"{config['epochs']:g} epochs, {config['optimizer']}; "
-                f"{seeds} seed{'s' if seeds > 1 else ''} each", fontsize=10.5, color=FAINT)
     handles = [plt.Line2D([], [], color=color, linewidth=3) for color in colors.values()]
     figure.legend(handles, list(colors), loc="upper right", bbox_to_anchor=(0.975, 0.985), ncol=4,
                   frameon=False, handlelength=1.4)
-    figure.subplots_adjust(left=0.045, right=0.975, top=0.79, bottom=0.12, wspace=0.14)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    finish(figure, path, f"{config['model']['name']} on {config['data'].split(':')[0]}",
+           f"{config['ranks']} ranks, batch {config['batch_size']} per rank, {config['epochs']:g} epochs, "
+           f"{config['optimizer']}; {seeds} seed{'s' if seeds > 1 else ''} each", (0.045, 0.945, 0.893),
+           left=0.045, right=0.975, top=0.79, bottom=0.12, wspace=0.14)

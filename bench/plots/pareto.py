@@ -2,9 +2,10 @@
 front."""
 import math
 
-from plots.style import FAINT, GRID, INK, FuncFormatter, LogLocator, NullLocator, plt, style
+from plots.style import FAINT, GRID, finish, log_axis, plt, style, subplots
 
 FRONT, OTHER = "#0072b2", "#9ca3af"
+MARGINS = {"left": 0.065, "right": 0.98, "top": 0.87, "bottom": 0.09}
 
 
 class Point:
@@ -58,20 +59,21 @@ def place_labels(axis, labels, points):
         taken.append((x - 4 * pixel, y - 4 * pixel, x + 4 * pixel, y + 4 * pixel))
     lifts = (0, 9, -9, 18, -18, 30, -30, 44, -44, 60, -60)
     for point, sides, style_of in labels:
-        best = None
-        for dx, dy in [(side * reach, lift) for reach in (7, 16, 30, 50) for lift in lifts for side in sides]:
-            text = axis.annotate(
+        def annotated(dx, dy, arrow):
+            return axis.annotate(
                 point.name, (point.bytes, point.shown), textcoords="offset points", xytext=(dx, dy),
                 va="center", ha="left" if dx > 0 else "right", **style_of,
-                arrowprops={"arrowstyle": "-", "color": GRID, "shrinkA": 0, "shrinkB": 3}
+                arrowprops={"arrowstyle": "-", "shrinkA": 0, "shrinkB": 3, **arrow}
                 if abs(dy) > 9 or abs(dx) > 16 else None)
+
+        best = None
+        for dx, dy in [(side * reach, lift) for reach in (7, 16, 30, 50) for lift in lifts for side in sides]:
+            text = annotated(dx, dy, {"color": GRID})
             box = text.get_window_extent(renderer)
             outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
-            overlaps = sum(
-                max(0,
-                    min(box.x1, x1) - max(box.x0, x0)) * max(0,
-                                                             min(box.y1, y1) - max(box.y0, y0))
-                for x0, y0, x1, y1 in taken) + (1e9 if outside else 0)
+            overlaps = (1e9 if outside else 0) + sum(
+                max(0, min(box.x1, x1) - max(box.x0, x0)) * max(0, min(box.y1, y1) - max(box.y0, y0))
+                for x0, y0, x1, y1 in taken)
             text.remove()
             if best is None or overlaps < best[0]:
                 best = (overlaps, dx, dy, box)
@@ -79,11 +81,7 @@ def place_labels(axis, labels, points):
                 break
         _, dx, dy, box = best
         taken.append((box.x0, box.y0, box.x1, box.y1))
-        axis.annotate(
-            point.name, (point.bytes, point.shown), textcoords="offset points", xytext=(dx, dy), va="center",
-            ha="left" if dx > 0 else "right", **style_of,
-            arrowprops={"arrowstyle": "-", "color": OTHER, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
-            if abs(dy) > 9 or abs(dx) > 16 else None)
+        annotated(dx, dy, {"color": OTHER, "linewidth": 0.6})
 
 
 def draw_points(axis, points, front, lowest):
@@ -114,17 +112,13 @@ def subtitle(rows):
 
 
 def draw(rows, title, path):
-    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
     points = points_of(rows)
     front, lowest = pareto_front(points), lowest_shown(points)
-    figure, axis = plt.subplots(figsize=(12, 7.2))
-    figure.patch.set_facecolor("white")
+    figure, axis = subplots(1, (12, 7.2))
     style(axis, "", "bytes sent per step, rank and element of the gradient", "test accuracy, %")
     axis.set_xscale("log")
     draw_points(axis, points, front, lowest)
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.xaxis.set_minor_locator(NullLocator())
+    log_axis(axis.xaxis, lambda value, _: f"{value:g}")
     few, many = min(p.bytes for p in points), max(p.bytes for p in points)
     margin = max(0.12 * math.log10(many / few), 0.15)
     axis.set_xlim(few / 10 ** margin, many * 10 ** margin)
@@ -139,13 +133,10 @@ def draw(rows, title, path):
     figure.legend(handles, [
         "Pareto front: nothing is more accurate with fewer bytes", "round to nearest", "stochastic rounding"
     ], loc="upper right", bbox_to_anchor=(0.985, 0.985), frameon=False, fontsize=9.5, labelcolor=FAINT)
-    figure.text(0.065, 0.95, title, fontsize=16, fontweight="bold")
-    figure.text(0.065, 0.912, subtitle(rows), fontsize=10.5, color=FAINT)
-    figure.subplots_adjust(left=0.065, right=0.98, top=0.87, bottom=0.09)
+    figure.subplots_adjust(**MARGINS)  # the labels' places depend on them
     others = sorted((p for p in points if p not in front), key=lambda p: -p.accuracy)
     # The front extends to the right of its points.
     place_labels(axis, [(p, (-1, 1), {"color": FRONT, "fontweight": "bold", "fontsize": 9.5})
                         for p in front] + [(p, (1, -1), {"color": FAINT, "fontsize": 8}) for p in others],
                  points)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    finish(figure, path, title, subtitle(rows), (0.065, 0.95, 0.912), 130, **MARGINS)

@@ -19,53 +19,36 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # bench/
-from plots import experiments, numerics, pareto, plans, runs, timeline  # noqa: E402
+from plots import by_ranks, experiments, pareto, runs, timeline  # noqa: E402
+
+# The fields of a file's document, or of its first row, by which its kind is known.
+KINDS = {"plans": {"cluster", "ranks", "rows"}, "experiments": {"settings", "items"},
+         "trace": {"traceEvents", "otherData"}, "numerics": {"lossy_steps", "rel_error"},
+         "compared": {"compression", "seeds"}}
 
 
-def document_of(paths):
-    """Returns the content of a single JSON file, or None for other paths."""
-    if len(paths) != 1 or not paths[0].endswith(".json"):
-        return None
+def document_of(path):
+    """Returns the content of a JSON file, or None."""
     try:
-        return json.loads(pathlib.Path(paths[0]).read_text())
+        return json.loads(pathlib.Path(path).read_text()) if path.endswith(".json") else None
     except (OSError, ValueError):
         return None  # runs.load() reports the error
 
 
-def experiments_of(paths):
-    """Returns the result of bench/experiments/slow_links.py, or None for other files."""
-    document = document_of(paths)
-    return document if isinstance(document, dict) and {"settings", "items"} <= set(document) else None
-
-
-def trace_of(paths):
-    """Returns a trace of gradwire train --trace, or None for other files."""
-    document = document_of(paths)
-    return document if isinstance(document, dict) and {"traceEvents", "otherData"} <= set(document) else None
-
-
-def numerics_of(paths):
-    """Returns the rows of `gradwire-bench numerics --json`, or None for other files."""
-    rows = document_of(paths)
-    return rows if rows and isinstance(rows, list) and {"lossy_steps", "rel_error"} <= set(rows[0]) else None
-
-
-def plans_of(paths):
-    """Returns the results of `gradwire plan --json`, or None if a file is none."""
-    documents = [document_of([path]) for path in paths]
-    are_plans = all(isinstance(d, dict) and {"cluster", "ranks", "rows"} <= set(d) for d in documents)
-    return documents if are_plans else None
-
-
-def compared(paths):
-    """Returns the rows of `gradwire compare --json`, or None for other files."""
-    rows = document_of(paths)
-    return rows if rows and isinstance(rows, list) and {"compression", "seeds"} <= set(rows[0]) else None
+def kind_of(documents):
+    """Returns the kind of a single document, or of several plans; "runs" for other files."""
+    for kind, fields in KINDS.items():
+        heads = [d[0] if d and isinstance(d, list) else d for d in documents]
+        rows = kind in ("numerics", "compared")
+        if all(isinstance(h, dict) and fields <= set(h) and isinstance(d, list) == rows
+               for h, d in zip(heads, documents)) and (len(documents) == 1 or kind == "plans"):
+            return kind
+    return "runs"
 
 
 def draws_pareto(rows, asked):
     """Returns whether a comparison is too large for a line per run."""
-    return rows is not None and (asked or len(rows) > len(runs.RUN_COLORS) or len(rows[0]["seeds"]) > 1)
+    return asked or len(rows) > len(runs.RUN_COLORS) or len(rows[0]["seeds"]) > 1
 
 
 def main():
@@ -77,19 +60,18 @@ def main():
     parser.add_argument("--pareto", action="store_true",
                         help="of compare.json: one point per compression and the Pareto front, as for many")
     arguments = parser.parse_args()
-    comparison = compared(arguments.files)
-    trace = trace_of(arguments.files)
-    numerics_rows, experiments_result = numerics_of(arguments.files), experiments_of(arguments.files)
-    if planned := plans_of(arguments.files):
-        plans.draw(planned, arguments.output)
-    elif experiments_result:
-        experiments.draw(experiments_result, arguments.output)
-    elif trace:
-        timeline.draw(trace, arguments.step, arguments.output)
-    elif numerics_rows:
-        numerics.draw(numerics_rows, arguments.output)
-    elif draws_pareto(comparison, arguments.pareto):
-        pareto.draw(comparison, runs.title(runs.first_log(arguments.files[0], comparison)), arguments.output)
+    documents = [document_of(path) for path in arguments.files]
+    kind, first = kind_of(documents), documents[0]
+    if kind == "plans":
+        by_ranks.draw_plans(documents, arguments.output)
+    elif kind == "experiments":
+        experiments.draw(first, arguments.output)
+    elif kind == "trace":
+        timeline.draw(first, arguments.step, arguments.output)
+    elif kind == "numerics":
+        by_ranks.draw_numerics(first, arguments.output)
+    elif kind == "compared" and draws_pareto(first, arguments.pareto):
+        pareto.draw(first, runs.title(runs.first_log(arguments.files[0], first)), arguments.output)
     else:
         runs.draw(runs.load(arguments.files), arguments.output)
     print(f"Picture: {arguments.output}")

@@ -3,8 +3,7 @@ import json
 import pathlib
 import statistics
 
-from plots.style import (FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes, plt,
-                         style)
+from plots.style import FAINT, INK, RUN_COLORS, finish, human_bytes, log_axis, plt, style, subplots
 
 # The parts of a step in order. Exposed communication is highlighted.
 PARTS = [
@@ -123,9 +122,7 @@ def draw_accuracy(axis, runs):
                   color=FAINT)
         return
     axis.set_xscale("log")
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(drawn) < 50 * min(drawn) else (1,)))
-    axis.xaxis.set_major_formatter(FuncFormatter(human_bytes))
-    axis.xaxis.set_minor_locator(NullLocator())
+    log_axis(axis.xaxis, human_bytes, (1, 2, 5) if max(drawn) < 50 * min(drawn) else (1,))
     axis.margins(x=0.14, y=0.18)
 
 
@@ -182,9 +179,7 @@ def ratio_text(run):
 
 
 def draw(runs, path):
-    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
-    figure, axes = plt.subplots(1, 3, figsize=(16, 5.6), gridspec_kw={"width_ratios": [1, 1, 1.15]})
-    figure.patch.set_facecolor("white")
+    figure, axes = subplots(3, (16, 5.6), gridspec_kw={"width_ratios": [1, 1, 1.15]})
     # With enough evaluations the accuracy shows what a slow link costs; otherwise the loss does.
     if all(len(run.accuracy_by_seconds()) >= 4 for run in runs):
         draw_accuracy_by_time(axes[0], runs)
@@ -195,14 +190,11 @@ def draw(runs, path):
     draw_time(axes[2], runs)
 
     config = runs[0].config
-    figure.text(0.045, 0.955, title(runs[0]), fontsize=16, fontweight="bold")
-    figure.text(0.045, 0.907,
-                f"{config['ranks']} ranks on {config['device']}, batch {config['batch_size']} per rank, "
-                f"{config['steps']} steps, schedule {config['schedule']}", fontsize=10.5, color=FAINT)
     handles = [plt.Line2D([], [], color=color, linewidth=3) for _, color in zip(runs, RUN_COLORS * len(runs))]
     figure.legend(handles, [ratio_text(run) for run in runs], loc="upper right",
                   bbox_to_anchor=(0.975, 0.985), ncol=min(4, len(runs)), frameon=False, fontsize=10.5,
                   handlelength=1.4)
-    figure.subplots_adjust(left=0.045, right=0.975, top=0.79, bottom=0.21, wspace=0.27)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    finish(figure, path, title(runs[0]),
+           f"{config['ranks']} ranks on {config['device']}, batch {config['batch_size']} per rank, "
+           f"{config['steps']} steps, schedule {config['schedule']}", (0.045, 0.955, 0.907), 130, left=0.045,
+           right=0.975, top=0.79, bottom=0.21, wspace=0.27)

@@ -7,7 +7,7 @@ except ImportError:
     sys.exit("plot.py: matplotlib is missing; install Debian's python3-matplotlib")
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator  # noqa: E402, F401
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator  # noqa: E402
 
 INK, FAINT, GRID = "#22272e", "#6b7280", "#e5e7eb"
 # Okabe and Ito's colors, which color-blind readers can distinguish.
@@ -31,3 +31,27 @@ def style(axis, title, x, y):
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
     axis.spines["bottom"].set_color(GRID)
+
+
+def subplots(columns, size, rows=1, **more):
+    """Returns a figure and its axes."""
+    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
+    figure, axes = plt.subplots(rows, columns, figsize=size, **more)
+    figure.patch.set_facecolor("white")
+    return figure, axes
+
+
+def finish(figure, path, title, about, at, dpi=110, **margins):
+    """Writes the figure into `path`. at: the title's left edge and height, and the height of the line below."""
+    figure.text(at[0], at[1], title, fontsize=16, fontweight="bold")
+    figure.text(at[0], at[2], about, fontsize=10.5, color=FAINT)
+    figure.subplots_adjust(**margins)
+    figure.savefig(path, dpi=dpi)
+    plt.close(figure)
+
+
+def log_axis(axis, form, subs=(1, 2, 5)):
+    """Gives a logarithmic axis, such as figure.axes[0].xaxis, few ticks, written by form(value, position)."""
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(form))
+    axis.set_minor_locator(NullLocator())

@@ -1,7 +1,7 @@
 """Draws one step of a trace (gradwire train --trace): the activity of each rank's streams, a row per rank."""
 import statistics
 
-from plots.style import FAINT, INK, plt, style
+from plots.style import FAINT, INK, finish, plt, style, subplots
 
 # Labels and colors of spans. The NVTX ranges have the same colors (runtime/device/nvtx.cpp).
 KINDS = {
@@ -88,15 +88,13 @@ def draw_spans(axis, spans, top, end, several):
 
 def draw(trace, step, path):
     timeline = Timeline(trace, step)
-    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK,
-                         "hatch.linewidth": 0.5})
+    plt.rcParams.update({"hatch.linewidth": 0.5})
     ranks, about, end = timeline.ranks, timeline.about, timeline.end()
     several = len({bucket for spans in timeline.spans.values() for *_,
                    bucket in spans if bucket is not None}) > 1
     buckets = f"buckets of {about['bucket_mb']} MiB" if several else "one bucket"
     height = 1.9 + 0.95 * len(ranks)
-    figure, axis = plt.subplots(figsize=(16, height))
-    figure.patch.set_facecolor("white")
+    figure, axis = subplots(1, (16, height))
     style(axis, "", "milliseconds", "")
     axis.grid(axis="y", visible=False)
     for row, rank in enumerate(ranks):
@@ -118,14 +116,6 @@ def draw(trace, step, path):
     if communication:
         overlapped = 100 * (1 - min(1, waited / communication))
         overlap = f", communication {communication:.1f} ms, {overlapped:.0f} % of it overlapped with backward"
-    figure.text(0.02, 1 - 0.36 / height,
-                f"One step of {about['model']} on {len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}",
-                fontsize=16, fontweight="bold", va="center")
-    figure.text(0.02, 1 - 0.68 / height,
-                f"{about['compression']}, {buckets}, batch {about['batch_size']} per rank, "
-                f"on {about['device']} ({about['ranks_are']});  "
-                f"step {timeline.step}: {timeline.step_ms[first]:.1f} ms on rank {first}{overlap}",
-                fontsize=10.5, color=FAINT, va="center")
     shown = [kind for kind in KINDS if any(kind == s[0] for spans in timeline.spans.values() for s in spans)]
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=KINDS[kind][1], linewidth=0,
                              **({"hatch": "////", "edgecolor": "#d1495b"} if kind == "wait" else {}))
@@ -133,6 +123,10 @@ def draw(trace, step, path):
     figure.legend(handles, [KINDS[kind][0] for kind in shown], loc="lower center", ncol=len(shown),
                   frameon=False, fontsize=9.5, labelcolor=FAINT, handlelength=1.1, handleheight=1.0,
                   columnspacing=1.6, borderaxespad=0.2)
-    figure.subplots_adjust(left=0.098, right=0.985, top=1 - 0.95 / height, bottom=0.92 / height)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    world = f"{len(ranks)} rank{'s' * (len(ranks) > 1)}"
+    finish(figure, path, f"One step of {about['model']} on {world}",
+           f"{about['compression']}, {buckets}, batch {about['batch_size']} per rank, "
+           f"on {about['device']} ({about['ranks_are']});  "
+           f"step {timeline.step}: {timeline.step_ms[first]:.1f} ms on rank {first}{overlap}",
+           (0.02, 1 - 0.44 / height, 1 - 0.73 / height), left=0.098, right=0.985, top=1 - 0.95 / height,
+           bottom=0.92 / height)
