@@ -156,34 +156,59 @@ def table(cases, verdicts, device):
     return rows
 
 
-def last_line(verdicts):
-    failed = [j for j in verdicts if j["verdict"] in FAILING]
-    text = f"bench-check: {len(verdicts) - len(failed)} of {len(verdicts)} cases ok"
-    return text + (f", {len(failed)} FAILED" if failed else "")
-
-
 def device_name():
     return f"{ranks.cpu()}, {os.cpu_count()} cores"
 
 
-def run_step(step, command, folder):
-    """Runs a command, with its output in STEP.log and its rows in STEP.json. Returns the rows, or None."""
-    result = folder / f"{step}.json"
-    result.unlink(missing_ok=True)
-    print("== " + " ".join(command), flush=True)
-    with open(folder / f"{step}.log", "w") as log:
-        log.write("$ " + " ".join(command) + "\n")
-        log.flush()
-        try:
-            code = subprocess.run([*command, "--json", str(result)], cwd=ROOT, stdout=log,
-                                  stderr=subprocess.STDOUT, timeout=DEADLINE_S).returncode
-        except (OSError, subprocess.TimeoutExpired) as error:
-            code = str(error)
-    if code != 0:
-        words = (folder / f"{step}.log").read_text().strip().splitlines()
-        print(f"FAILED ({code}): {words[-1]}", flush=True)
-        return None
-    return read_rows(folder, step)
+class Runs:
+    """The commands of the cases, with this build's gradwire-bench. `shrink` changes the words of each command."""
+
+    def __init__(self, cases, build, folder, shrink=list):
+        self.bench, self.folder = str(build / "bin/gradwire-bench"), folder
+        if not os.access(self.bench, os.X_OK):
+            raise BadInput(f"{self.bench} is missing; run make build")
+        self.commands = {case["step"]: shrink(self.bench if word == "gradwire-bench" else word
+                                              for word in case["command"]) for case in cases}
+
+    def rows(self, step):
+        """Runs a step, with its output in STEP.log and its rows in STEP.json. Returns the rows, or None."""
+        command, result, log = self.commands[step], self.folder / f"{step}.json", self.folder / f"{step}.log"
+        result.unlink(missing_ok=True)
+        print("== " + " ".join(command), flush=True)
+        with open(log, "w") as output:
+            output.write("$ " + " ".join(command) + "\n")
+            output.flush()
+            try:
+                code = subprocess.run([*command, "--json", str(result)], cwd=ROOT, stdout=output,
+                                      stderr=subprocess.STDOUT, timeout=DEADLINE_S).returncode
+            except (OSError, subprocess.TimeoutExpired) as error:
+                code = str(error)
+        if code != 0:
+            print(f"FAILED ({code}): {log.read_text().strip().splitlines()[-1]}", flush=True)
+            return None
+        return read_rows(self.folder, step)
+
+    def slower_than(self, before, retries):
+        """Prints comparisons with the results in `before`. Returns the steps with SLOWER rows.
+
+        Measures such steps again, `retries` times: other work on the machine makes rows slower, so a step must
+        be slower each time.
+        """
+        slower = list(self.commands)
+        for attempt in range(1 + retries):
+            steps, slower = slower, []
+            for step in steps:
+                if attempt > 0:
+                    self.rows(step)
+                print(f"\n{step}, A: {before}, B: {self.folder}", flush=True)
+                compared = subprocess.run(
+                    [self.bench, "compare", before / f"{step}.json", self.folder / f"{step}.json"],
+                    capture_output=True, text=True)
+                print(compared.stdout.rstrip(), flush=True)
+                if compared.returncode not in (0, 1):
+                    raise BadInput(compared.stderr.strip().removeprefix("gradwire-bench: "))
+                slower += [step] * compared.returncode
+        return slower
 
 
 def read_rows(folder, step):
@@ -201,62 +226,23 @@ def verdicts_of_folder(cases, folder, device):
     return [verdict_of(case, rows[case["step"]], device) for case in cases]
 
 
-def run(cases, build, folder, retries, device, shrink=list):
-    """Returns the verdicts on the cases. `shrink` changes the words of each command."""
-    bench = str(build / "bin" / "gradwire-bench")
-    if not os.access(bench, os.X_OK):
-        raise BadInput(f"{bench} is missing; run make build")
+def run(cases, runs, retries, device):
+    """Returns the verdicts on the cases."""
     print(f"{len(cases)} cases on {device}, load {os.getloadavg()[0]:.1f}", flush=True)
-    verdicts = []
+    verdicts = [None] * len(cases)
     for attempt in range(1 + retries):
-        failing = [j["verdict"] in FAILING for j in verdicts] or [True] * len(cases)
-        steps = {case["step"]: case["command"] for case, again in zip(cases, failing) if again}
+        steps = {case["step"] for case, j in zip(cases, verdicts) if j is None or j["verdict"] in FAILING}
         if not steps:
             break
         if attempt > 0:
             print("-- once more, where a case failed: a busy machine makes things slower, never faster",
                   flush=True)
-        rows = {
-            step: run_step(step, shrink(bench if word == "gradwire-bench" else word
-                                        for word in command), folder)
-            for step, command in steps.items()
-        }
-        now = [verdict_of(case, rows[case["step"]], device) if case["step"] in rows else None
-               for case in cases]
-        verdicts = [new if not verdicts else better(verdicts[i], new) if new else verdicts[i]
-                    for i, new in enumerate(now)]
+        rows = {step: runs.rows(step) for step in runs.commands if step in steps}
+        for i, case in enumerate(cases):
+            if case["step"] in steps:
+                now = verdict_of(case, rows[case["step"]], device)
+                verdicts[i] = better(verdicts[i], now) if verdicts[i] else now
     return verdicts
-
-
-def steps_with_slower_rows(bench, before, folder, steps):
-    """Prints the comparison of each step with the results in `before`. Returns the steps with SLOWER rows."""
-    slower = []
-    for step in steps:
-        print(f"\n{step}, A: {before}, B: {folder}", flush=True)
-        compared = subprocess.run([bench, "compare", before / f"{step}.json", folder / f"{step}.json"],
-                                  capture_output=True, text=True)
-        print(compared.stdout.rstrip(), flush=True)
-        if compared.returncode not in (0, 1):
-            raise BadInput(compared.stderr.strip().removeprefix("gradwire-bench: "))
-        if compared.returncode == 1:
-            slower.append(step)
-    return slower
-
-
-def compare_runs(cases, build, folder, before, retries, shrink=list):
-    """Returns the steps with rows that are SLOWER than in `before`. Measures such steps again, `retries` times.
-
-    Other work on the machine makes rows slower, so a step must be slower each time.
-    """
-    bench = str(build / "bin" / "gradwire-bench")
-    commands = {case["step"]: case["command"] for case in cases}
-    slower = steps_with_slower_rows(bench, before, folder, commands)
-    for _ in range(retries):
-        for step in slower:
-            run_step(step, shrink(bench if word == "gradwire-bench" else word for word in commands[step]),
-                     folder)
-        slower = steps_with_slower_rows(bench, before, folder, slower)
-    return slower
 
 
 def publish(path, cases, folder, device):
@@ -317,15 +303,18 @@ def main():
         with tempfile.TemporaryDirectory(prefix="gradwire-check-") as scratch:
             folder = arguments.out or pathlib.Path(scratch)
             folder.mkdir(parents=True, exist_ok=True)
-            verdicts = run(cases, arguments.build, folder.resolve(), retries, device, shrink)
+            runs = Runs(cases, arguments.build, folder.resolve(), shrink)
+            verdicts = run(cases, runs, retries, device)
             if arguments.against:
-                slower = compare_runs(cases, arguments.build, folder.resolve(), arguments.against, retries,
-                                      shrink)
+                slower = runs.slower_than(arguments.against, retries)
     if slower:
         print(f"\nSLOWER than in {arguments.against}: {', '.join(slower)}")
     shape = report.markdown if arguments.action == "compare" and arguments.markdown else report.plain
-    print("\n" + shape(table(cases, verdicts, device)).rstrip() + "\n\n" + last_line(verdicts))
-    return 1 if slower or any(j["verdict"] in FAILING for j in verdicts) else 0
+    failed = sum(j["verdict"] in FAILING for j in verdicts)
+    print("\n" + shape(table(cases, verdicts, device)).rstrip() +
+          f"\n\nbench-check: {len(verdicts) - failed} of {len(verdicts)} cases ok" +
+          (f", {failed} FAILED" if failed else ""))
+    return 1 if slower or failed else 0
 
 
 if __name__ == "__main__":
