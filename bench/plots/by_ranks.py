@@ -68,5 +68,5 @@ def draw_plans(plans, path):
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9.5, labelcolor=INK)
     first = plans[0]
     finish(figure, path, "Predicted speed of a step",
-           f"{first['cluster']}; {first['model']}, batch {first['batch_size']} per rank", (0.07, 0.945, 0.893),
-           left=0.08, right=0.8, top=0.84, bottom=0.12)
+           f"{first['cluster']}; {first['model']}, batch {first['batch_size']} per rank",
+           (0.07, 0.945, 0.893), left=0.08, right=0.8, top=0.84, bottom=0.12)

@@ -10,7 +10,8 @@ belong to a package in the closure of setup.sh's list, or to the base system (de
 git). The closure follows Depends and Pre-Depends, not Recommends, as setup.sh does. What `make demo` uses must
 belong to the closure of the packages of `setup.sh demo`.
 
-Exits with 77 on systems without dpkg.
+Then takes one package of each kind from the list, which the check must notice. Exits with 77 on systems
+without dpkg.
 """
 import ast
 import collections
@@ -46,6 +47,10 @@ OPTIONAL_MODULES = {"jax", "jaxlib", "optax", "flax", "lightning", "pytorch_ligh
                     "transformers", "ray", "deepspeed", "torchtitan", "megatron", "mkdocs", "auditwheel",
                     "tensorboard"}
 PLURALS = {"header": "headers", "library": "libraries", "command": "commands", "module": "Python modules"}
+# A package of each kind of use, and the text with which the check reports that the package is missing.
+PLANTED = {"python3-matplotlib": "the list of scripts/setup.sh demo lacks python3-matplotlib",
+           "libgtest-dev": "header /usr/include/gtest/", "libboost-context-dev": "library /usr/lib",
+           "iproute2": "command ip", "python3-pip": "module pip"}
 TOOL_FOLDERS = ("/usr/bin/", "/bin/", "/usr/sbin/", "/sbin/")
 SHELL_WORDS = set(
     "if then else elif fi for while until do done case esac in function return exit local export set unset"
@@ -315,8 +320,8 @@ class Uses:
             if path != "built-in":
                 self.found.append(("module", None if path == "None" else path, name, modules[name]))
 
-    def lacking(self, packages, listed):
-        """Returns what no package of `listed`, its dependencies or the base system owns: package -> uses."""
+    def lacking(self, packages, setup, listed):
+        """Returns a text about what no package of `listed`, its dependencies or the base system owns."""
         allowed, missing = packages.closure([*listed, *packages.base]), collections.defaultdict(set)
         for kind, path, name, user in self.found:
             owners = packages.owner.get(merged(path), set()) | packages.owner.get(
@@ -324,37 +329,12 @@ class Uses:
             if not owners & allowed:
                 missing[", ".join(sorted(owners)) or "an unknown package"].add(
                     f"{kind} {name}, used by {user}")
-        return missing
-
-
-def check(root, build, without=()):
-    """Checks setup.sh's lists, and again without each package of `without`.
-
-    Returns:
-        The report of each check: a text, and whether a package is missing.
-    """
-    packages, texts = Packages(), {package: "" for package in (None, *without)}
-    bad = set()
-    for setup, lists in (("setup.sh", ("required", "demo", "tests")),
-                         ("setup.sh demo", ("required", "demo"))):
-        found = Uses(root, build, demo="demo" in setup)
-        counts = collections.Counter(kind for kind, *_ in found.found)
-        for package in texts:
-            missing = found.lacking(packages, [p for p in setup_list(root, lists) if p != package])
-            for name, users in sorted(missing.items()):
-                texts[package] += f"the list of scripts/{setup} lacks {name}, which is needed:\n"
-                texts[package] += "".join(f"  {user}\n" for user in sorted(users)[:5])
-                texts[package] += f"  and {len(users) - 5} more\n" if len(users) > 5 else ""
-            if min(counts[kind] for kind in PLURALS) == 0:
-                texts[package] += (f"nothing was checked of one kind: {dict(counts)}; is {build} a finished"
-                                   " build?\n")
-                bad.add(package)
-            elif missing:
-                bad.add(package)
-            else:
-                texts[package] += ", ".join(f"{n} {PLURALS[kind]}" for kind, n in sorted(
-                    counts.items())) + f" belong to the packages of {setup}'s list and the base system\n"
-    return {package: (text, package in bad) for package, text in texts.items()}
+        text = ""
+        for name, users in sorted(missing.items()):
+            text += f"the list of scripts/{setup} lacks {name}, which is needed:\n"
+            text += "".join(f"  {user}\n" for user in sorted(users)[:5])
+            text += f"  and {len(users) - 5} more\n" if len(users) > 5 else ""
+        return text
 
 
 def main():
@@ -364,9 +344,25 @@ def main():
     if not pathlib.Path("/var/lib/dpkg/info").is_dir():
         print("skipped: not a Debian system")
         sys.exit(77)
-    text, bad = check(root, build)[None]
-    print(text, end="")
-    sys.exit(1 if bad else 0)
+    packages, failed, without = Packages(), False, dict.fromkeys(PLANTED, "")
+    for setup, lists in (("setup.sh", ("required", "demo", "tests")),
+                         ("setup.sh demo", ("required", "demo"))):
+        found, listed = Uses(root, build, demo="demo" in setup), setup_list(root, lists)
+        counts = collections.Counter(kind for kind, *_ in found.found)
+        wrong = found.lacking(packages, setup, listed)
+        if min(counts[kind] for kind in PLURALS) == 0:
+            wrong += f"nothing was checked of one kind: {dict(counts)}; is {build} a finished build?\n"
+        failed = failed or bool(wrong)
+        print(wrong.rstrip() or ", ".join(f"{n} {PLURALS[kind]}" for kind, n in sorted(counts.items())) +
+              f" belong to the packages of {setup}'s list and the base system")
+        for package in PLANTED:
+            without[package] += found.lacking(packages, setup, [p for p in listed if p != package])
+    if failed:
+        sys.exit(1)
+    for package, named in PLANTED.items():
+        if named not in without[package]:
+            sys.exit(f"without {package} in the list, the check should name '{named}':\n{without[package]}")
+    print(f"each of {len(PLANTED)} packages taken from the list is noticed")
 
 
 if __name__ == "__main__":
