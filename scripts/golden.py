@@ -32,8 +32,8 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tools/checks"), str(ROOT / "tests/cli")]
 from check_kernel_table import base_name  # noqa: E402
-from check_ptx import demangle  # noqa: E402
 from command import CommandTest  # noqa: E402
+from machine_code import demangle  # noqa: E402
 
 # The parts, and the headers that must be equal for a comparison.
 PARTS = {"results": ("processor", "system"), "train": ("processor", "system"), "help": ("system", ),

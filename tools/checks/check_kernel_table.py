@@ -118,9 +118,16 @@ def read_logs(logs: pathlib.Path) -> dict[int, Launched]:
     return found
 
 
-def check_launched(table: dict[str, Row], logs: pathlib.Path, executable: str, nm: str) -> list[str]:
-    launched = read_logs(logs)
-    compiled = instantiations(executable, nm, set(table))
+def launched_by_name(options: argparse.Namespace, names: set[str]) -> dict[str, Launched]:
+    """Returns the launches of these kernels by demangled name, from the options of add_launched()."""
+    logs = read_logs(options.launched)
+    return {name: logs[address] for address, name in
+            instantiations(options.executable, options.nm, names).items() if address in logs}
+
+
+def check_launched(table: dict[str, Row], options: argparse.Namespace) -> list[str]:
+    launched = read_logs(options.launched)
+    compiled = instantiations(options.executable, options.nm, set(table))
     wrong = []
     for name, row in table.items():
         mine = {address: full for address, full in compiled.items() if base_name(full) == name}
@@ -134,19 +141,24 @@ def check_launched(table: dict[str, Row], logs: pathlib.Path, executable: str, n
     return wrong
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("root", type=pathlib.Path)
+def add_launched(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that name simt_tests and its logs."""
     parser.add_argument("--launched", type=pathlib.Path)
     parser.add_argument("--executable")
     parser.add_argument("--nm", default="nm")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=pathlib.Path)
+    add_launched(parser)
     options = parser.parse_args()
     sources, table = kernels_in_sources(options.root), kernels_in_table(options.root)
     if not sources:
         raise SystemExit(f"no kernels below {options.root.resolve()}: wrong folder?")
     wrong = compare(sources, table)
     if options.launched:
-        wrong += check_launched(table, options.launched, options.executable, options.nm)
+        wrong += check_launched(table, options)
     print("\n".join(wrong) or f"{len(sources)} kernels agree with the table")
     return 1 if wrong else 0
 

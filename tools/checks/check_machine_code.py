@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """Checks the machine code of every compiled CUDA kernel against the budgets in kernel_budgets.tsv.
 
-    check_machine_code.py ROOT BUILD [--write] [--all]
+    check_machine_code.py ROOT BUILD [--write] [--all] [--launched DIR --executable simt_tests] [--nm nm]
 
 Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails when
 - a kernel uses local memory,
+- its 16-byte accesses to global memory are not those in the table of docs/gpu.md,
+- with the logs of simt_tests (GRADWIRE_TEST_LOG), a test launched it with more threads or shared memory than
+  a GPU allows for its compiled form,
 - nvcc may contract products and additions in a kernel of a wire format,
 - on sm_90, a kernel has more registers, fewer bytes in flight or more instructions per byte than its row in
   kernel_budgets.tsv allows,
@@ -18,22 +21,24 @@ status is 77: skipped. BUILD has a cache of the results.
 """
 import argparse
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import machine_code  # noqa: E402
-from check_kernel_table import ROW, base_name  # noqa: E402
+from check_kernel_table import (  # noqa: E402
+    ROW, Launched, add_launched, base_name, kernels_in_table, launched_by_name)
 
 SKIPPED = 77
 PINNED = "sm_90"
 REGISTERS, THREADS, BLOCKS, SHARED = 65536, 2048, 32, 228 * 1024  # of an sm_90 multiprocessor
+MOST_SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # of a block
+# Kernels that Gradwire launches only on devices with enough shared memory (fuses_attention()).
+ASK_FIRST = {"attention_kernel", "attention_backward_kernel"}
 SHARED_PER_BLOCK = 1024  # bytes that the driver uses
 KB_NEEDED = 32           # loads in flight on a multiprocessor for full bandwidth (Little's law)
 INSTRUCTIONS_PER_BYTE = 7.8  # what an H200 can issue while it copies; an H100: 11
@@ -72,53 +77,6 @@ def read_budgets(path: pathlib.Path) -> dict[str, Budget]:
         budgets[cells[0]] = Budget(int(cells[1]), float(cells[2]), int(cells[3]), float(cells[4]),
                                    float(cells[5]), allowed, cells[7].strip() if len(cells) == 8 else "")
     return budgets
-
-
-def run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
-
-
-def resources(text: str) -> dict[str, dict[str, dict[str, int]]]:
-    """Returns REG, STACK, SHARED, LOCAL of `cuobjdump -res-usage`: architecture -> function -> values."""
-    found: dict[str, dict[str, dict[str, int]]] = {}
-    architecture = name = ""
-    for line in text.splitlines():
-        if match := re.match(r"\s*(?:arch = |code for )(sm_\w+)", line):
-            architecture = match.group(1)
-        elif match := re.match(r"\s*Function (\S+):", line):
-            name = match.group(1)
-        elif name and "REG:" in line:
-            found.setdefault(architecture,
-                             {})[name] = {k: int(v)
-                                          for k, v in re.findall(r"(\w+):(\d+)", line)}
-            name = ""
-    return found
-
-
-def examine(path: pathlib.Path, cache: pathlib.Path) -> list[dict]:
-    """Returns the properties of each function of an object and architecture, as dictionaries."""
-    stamp = hashlib.sha256(path.read_bytes() + pathlib.Path(machine_code.__file__).read_bytes()
-                           + pathlib.Path(__file__).read_bytes()).hexdigest()
-    kept = cache / (path.name + ".json")
-    if kept.exists():
-        result = json.loads(kept.read_text())
-        if result["stamp"] == stamp:
-            return result["functions"]
-    used = resources(run(["cuobjdump", "-res-usage", str(path)]))
-    functions = machine_code.functions(run(["cuobjdump", "-sass", str(path)]))
-    if not functions:
-        raise SystemExit(f"cuobjdump finds no machine code in {path}")
-    demangled = subprocess.run(["c++filt"], input="\n".join(f.name for f in functions), capture_output=True,
-                               text=True, check=True).stdout.splitlines()
-    result = [{
-        "full": full, "architecture": function.architecture, **used[function.architecture][function.name],
-        **dataclasses.asdict(machine_code.measure(function))
-    } for function, full in zip(functions, demangled)]
-    kept.write_text(json.dumps({"stamp": stamp, "functions": result}))
-    return result
 
 
 def label(full: str) -> str:
@@ -210,13 +168,37 @@ def violations(name: str, is_: Figures, budget: Budget | None) -> list[str]:
     return wrong
 
 
-def violations_on_any(function: dict) -> list[str]:
-    """Returns the errors of a function that are errors on every architecture."""
-    where = f"{function['full']} on {function['architecture']}"
+def violations_on_any(function: dict, used: Launched) -> list[str]:
+    """Returns the errors of a function on any architecture, and of its largest launch in a test."""
+    where, architecture = f"{function['full']} on {function['architecture']}", function["architecture"]
     wrong = []
     if function["local"] or function["STACK"] or function["LOCAL"]:
         wrong.append(
             f"{where} uses local memory: {function['local']} accesses, {function['STACK']} bytes of stack")
+    if used.threads > function["threads"]:
+        wrong.append(f"{where} was launched with {used.threads} threads; its __launch_bounds__ allow "
+                     f"{function['threads']}")
+    if used.threads * function["REG"] > REGISTERS:
+        wrong.append(f"{where}: {used.threads} threads of {function['REG']} registers do not fit; give it "
+                     f"__launch_bounds__({used.threads})")
+    most = MOST_SHARED["sm_90"] if base_name(function["full"]) in ASK_FIRST else MOST_SHARED.get(architecture)
+    if used.threads and most and used.shared + function["SHARED"] > most:
+        wrong.append(f"{where}: {used.shared + function['SHARED']} bytes of shared memory; a block has at "
+                     f"most {most}")
+    return wrong
+
+
+def wrong_accesses(root: pathlib.Path, functions: list[dict]) -> list[str]:
+    """Returns the kernels whose 16-byte accesses are not those in the table of docs/gpu.md."""
+    found: dict[str, set[str]] = {}
+    for function in functions:
+        found.setdefault(base_name(function["full"]), set()).update(function["wide"].split("+"))
+    wrong = []
+    for name, row in kernels_in_table(root).items():
+        now = "+".join(sorted(found.get(name, set()) - {"-"})) or "-"
+        if name in found and now != row.wide.split()[0]:
+            wrong.append(f"docs/gpu.md says {name} makes 16-byte accesses: {row.wide.split()[0]}; its "
+                         f"machine code: {now}")
     return wrong
 
 
@@ -303,6 +285,7 @@ def main() -> int:
     parser.add_argument("build", type=pathlib.Path)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--all", action="store_true")
+    add_launched(parser)
     options = parser.parse_args()
     os.environ["PATH"] += os.pathsep + str((options.build / "disassembler/bin").resolve())
     if missing := [tool for tool in ("cuobjdump", "nvdisasm") if shutil.which(tool) is None]:
@@ -311,15 +294,16 @@ def main() -> int:
         return SKIPPED
     cache = options.build / "machine_code"
     cache.mkdir(exist_ok=True)
-    read = [function for path in objects(options.build) for function in examine(path, cache)]
+    read = [function for path in objects(options.build) for function in machine_code.examine(path, cache)]
     if not any(function["architecture"] == PINNED for function in read):
         print(f"SKIPPED: this build has no code for {PINNED}")
         return SKIPPED
     budgets = read_budgets(options.root / "tools/checks/kernel_budgets.tsv")
-    wrong, worst = contracted(options.build), {}
+    launched = launched_by_name(options, set(kernels_in_table(options.root))) if options.launched else {}
+    wrong, worst = contracted(options.build) + wrong_accesses(options.root, read), {}
     for function in read:
         full, architecture = function["full"], function["architecture"]
-        wrong += violations_on_any(function)
+        wrong += violations_on_any(function, launched.get(full, Launched()))
         if architecture != PINNED:
             continue
         name = label(full)

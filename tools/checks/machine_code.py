@@ -1,10 +1,15 @@
-"""Reads the machine code (SASS) of CUDA kernels as cuobjdump prints it, and measures their hot loops.
+"""Reads the machine code (SASS) of compiled CUDA kernels with cuobjdump, and measures their hot loops.
 
 The figures are counts, not measurements: every instruction between the first and last of a loop counts once,
 whether or not branches skip it, and inner loops count once.
 """
 import dataclasses
+import hashlib
+import json
+import math
+import pathlib
 import re
+import subprocess
 
 FUNCTION = re.compile(r"^\s*Function : (\S+)")
 ARCHITECTURE = re.compile(r"^\s*(?:code for|\.target)\s+(sm_\w+)")
@@ -202,3 +207,73 @@ def measure(function: Function) -> Measured:
                   half_sector=half_sector_stores(body), by_words=vectors_stored_by_words(body),
                   calls=sum(i.name == "CALL" for i in body), is_loop=is_loop)
     return Measured(hot, local=sum(i.name in ("LDL", "STL") for i in function.code))
+
+
+def wide_accesses(function: Function) -> str:
+    """Returns the operations (ld, st) that access global memory 16 bytes at a time, such as ld+st."""
+    kinds = {"st" if i.name == "STG" else "ld" for i in function.code if i.wide and i.name in (*LOADS, "STG")}
+    return "+".join(sorted(kinds)) or "-"
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def resources(text: str) -> dict[str, dict[str, dict[str, int]]]:
+    """Returns REG, STACK, SHARED, LOCAL of `cuobjdump -res-usage`: architecture -> function -> values."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    architecture = name = ""
+    for line in text.splitlines():
+        if match := re.match(r"\s*(?:arch = |code for )(sm_\w+)", line):
+            architecture = match.group(1)
+        elif match := re.match(r"\s*Function (\S+):", line):
+            name = match.group(1)
+        elif name and "REG:" in line:
+            found.setdefault(architecture,
+                             {})[name] = {k: int(v)
+                                          for k, v in re.findall(r"(\w+):(\d+)", line)}
+            name = ""
+    return found
+
+
+LIMIT = re.compile(r"^arch = (sm_\w+)|^\.nv\.info\.(\S+)|EIATTR_MAX_THREADS\s+Format:\s+\w+\s+"
+                   r"Value:\s+0x(\w+) 0x(\w+) 0x(\w+)", re.M)
+
+
+def thread_limits(text: str) -> dict[tuple[str, str], int]:
+    """Returns (architecture, function) -> the threads that its __launch_bounds__ allow, of `cuobjdump -elf`."""
+    found, architecture, name = {}, "", ""
+    for match in LIMIT.finditer(text):
+        architecture, name = match.group(1) or architecture, match.group(2) or name
+        if match.group(3):
+            found[architecture, name] = math.prod(int(size, 16) for size in match.group(3, 4, 5))
+    return found
+
+
+def demangle(names: list[str]) -> dict[str, str]:
+    done = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
+    return dict(zip(names, done.stdout.splitlines()))
+
+
+def examine(path: pathlib.Path, cache: pathlib.Path) -> list[dict]:
+    """Returns the properties of each function of an object and architecture, as dictionaries."""
+    stamp = hashlib.sha256(path.read_bytes() + pathlib.Path(__file__).read_bytes()).hexdigest()
+    kept = cache / (path.name + ".json")
+    if kept.exists():
+        result = json.loads(kept.read_text())
+        if result["stamp"] == stamp:
+            return result["functions"]
+    used, limits = (read(run(["cuobjdump", option, str(path)]))
+                    for read, option in ((resources, "-res-usage"), (thread_limits, "-elf")))
+    found = functions(run(["cuobjdump", "-sass", str(path)]))
+    if not found:
+        raise SystemExit(f"cuobjdump finds no machine code in {path}")
+    full = demangle([function.name for function in found])
+    result = [{"full": full[f.name], "architecture": f.architecture, **used[f.architecture][f.name],
+               "threads": limits.get((f.architecture, f.name), 1024), "wide": wide_accesses(f),
+               **dataclasses.asdict(measure(f))} for f in found]
+    kept.write_text(json.dumps({"stamp": stamp, "functions": result}))
+    return result
