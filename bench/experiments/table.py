@@ -288,15 +288,21 @@ def accuracy_tables(document):
 
 def render_accuracy(document, path, options):
     """Writes the table and the picture into docs/results/slow-links.md."""
-    from plots import experiments
-    rows, run = accuracies(document["items"]), document["items"][0]["run"]
-    about = (f"{run['model']['name']} on {run['data']}, {run['ranks']} ranks, batch {run['batch_size']} "
-             f"per rank, {run['epochs']:g} epochs, {run['optimizer']}, learning rate {run['lr']:g}; "
-             "test accuracy is taken after the last epoch, not at the best one.")
-    report.put_section(report.SLOW_LINKS_PAGE, "accuracy", "\n\n".join([
+    from plots import pareto
+    rows, run, page = accuracies(document["items"]), document["items"][0]["run"], report.SLOW_LINKS_PAGE
+    title = f"{run['model']['name']} on {run['data']}"
+    about = (f"{title}, {run['ranks']} ranks, batch {run['batch_size']} per rank, {run['epochs']:g} epochs, "
+             f"{run['optimizer']}, learning rate {run['lr']:g}; test accuracy is taken after the last epoch, not "
+             "at the best one.")
+    report.put_section(page, "accuracy", "\n\n".join([
         about, "![Accuracy](accuracy.png)", report.markdown(accuracy_table(rows)).strip(),
         "\n".join("- " + line for line in accuracy_goals(rows))]))
-    experiments.draw_accuracy(document["items"], rows, report.SLOW_LINKS_PAGE.parent / "accuracy.png")
+    elements = run["steps"] * run["parameters"]
+    pareto.draw([{**run, "compression": row["spec"], "wire_bytes_per_element": row["bytes"] / elements,
+                  "test_accuracy": row["mean"],
+                  "test_accuracy_std": statistics.stdev(row["accuracies"]) if row["accuracies"][1:] else 0,
+                  "seeds": [{"test_accuracy": value} for value in row["accuracies"]]} for row in rows],
+                title, page.parent / "accuracy.png")
 
 
 UNLIMITED, BURST = "1Tbit", ",0us,128KiB"  # the burst of shaped_link.sh

@@ -1,6 +1,6 @@
-"""Draws the results of the experiments slow_links and accuracy."""
+"""Draws the result of the experiment slow_links."""
 from harness.slow_links import Result, theirs_16bit
-from plots.style import FAINT, INK, RUN_COLORS, finish, human_bytes, log_axis, plt, style, subplots
+from plots.style import FAINT, INK, finish, plt, style, subplots
 
 OURS, THEIRS = "#0072b2", "#d5a021"
 
@@ -72,44 +72,3 @@ def draw(document, path):
                   handlelength=1.2, handleheight=1.0)
     finish(figure, path, f"Training steps over {s['rate']} links", about, (0.03, 0.95, 0.9), 100, left=0.03,
            right=0.985, top=0.79, bottom=0.14, wspace=0.08)
-
-
-def draw_accuracy(items, rows, path):
-    """Draws accuracy by epoch of every run, and last accuracies by bytes.
-
-    Args:
-        items, rows: measurements of the experiment accuracy, and the result of accuracies().
-        path: the picture to write.
-    """
-    figure, axes = subplots(2, (14, 5.2))
-    colors = dict(zip([row["spec"] for row in rows], RUN_COLORS))
-    style(axes[0], "Test accuracy by epoch", "epoch", "%")
-    for item in items:
-        points = [(e["epoch"], 100 * e["test_accuracy"]) for e in item["evals"]]
-        axes[0].plot(*zip(*points), color=colors[item["compression"]], linewidth=1.4, alpha=0.8)
-    best = max(100 * a for row in rows for a in row["accuracies"])
-    axes[0].set_ylim(best - 8, best + 1)
-    axes[0].axhline(88, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
-    style(axes[1], "Accuracy after the last epoch, against bytes", "bytes sent by each rank", "%")
-    for row in rows:
-        color = colors[row["spec"]]
-        axes[1].plot([row["bytes"]] * len(row["accuracies"]), [100 * a for a in row["accuracies"]], "o",
-                     color=color, alpha=0.45, markersize=7, markeredgewidth=0)
-        axes[1].plot([row["bytes"]], [100 * row["mean"]], "_", color=color, markersize=26,
-                     markeredgewidth=2.4)
-        ratio = f", {row['ratio']:.1f}x fewer bytes" if row["ratio"] and row["ratio"] > 1.05 else ""
-        axes[1].annotate(f"{row['spec']}\n{100 * row['mean']:.2f} %{ratio}",
-                         (row["bytes"], 100 * min(row["accuracies"])), textcoords="offset points",
-                         xytext=(0, -14), ha="center", va="top", color=color, fontweight="bold", fontsize=9.5)
-    axes[1].set_xscale("log")
-    log_axis(axes[1].xaxis, human_bytes)
-    axes[1].margins(x=0.25, y=0.6)
-    config = items[0]["run"]
-    seeds = len({item["seed"] for item in items})
-    handles = [plt.Line2D([], [], color=color, linewidth=3) for color in colors.values()]
-    figure.legend(handles, list(colors), loc="upper right", bbox_to_anchor=(0.975, 0.985), ncol=4,
-                  frameon=False, handlelength=1.4)
-    finish(figure, path, f"{config['model']['name']} on {config['data'].split(':')[0]}",
-           f"{config['ranks']} ranks, batch {config['batch_size']} per rank, {config['epochs']:g} epochs, "
-           f"{config['optimizer']}; {seeds} seed{'s' if seeds > 1 else ''} each", (0.045, 0.945, 0.893),
-           left=0.045, right=0.975, top=0.79, bottom=0.12, wspace=0.14)
