@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 . scripts/smoke.sh
 base=${PYTHON:-/usr/bin/python3}
 tools=$PWD/build/docs-tools
-"$base" tools/checks/check_site.py .
+"$base" -B scripts/docs_hooks.py
 if [ ! -x "$tools/bin/mkdocs" ]; then
   [ -z "$smoke" ] || { echo "docs: the site was not built: mkdocs is not installed (make docs)"; exit 0; }
   "$base" -m venv "$tools"
@@ -23,7 +23,7 @@ site=$place/site
 version=$(sed -n 's/^#define GW_VERSION_[A-Z]* \([0-9]*\).*/\1/p' include/gradwire/gradwire.h | paste -sd.)
 # Without the theme's advertisement of another generator.
 NO_MKDOCS_2_WARNING=1 "$tools/bin/mkdocs" build --quiet --strict --site-dir "$site/$version"
-"$base" scripts/docs_versions.py "$site"
+"$base" -B scripts/docs_hooks.py "$site"
 if grep -rlE '<(script|img|link rel="(stylesheet|preconnect|icon)")[^>]* (src|href)="?https?://' "$site" --include='*.html'; then
   echo "docs: these pages load files from other servers" >&2
   exit 1

@@ -1,7 +1,15 @@
-"""Hooks of mkdocs.yml: pages from other files, links out of docs/, and lists as GitHub reads them."""
+"""Hooks of mkdocs.yml: pages from other files, links out of docs/, and lists as GitHub reads them.
+
+    docs_hooks.py             fails unless the navigation of mkdocs.yml lists every page exactly once
+    docs_hooks.py SITE        lists the versions in the folder for the theme's menu, and redirects its first
+                              page to the newest
+"""
+import collections
+import json
 import os
 import pathlib
 import re
+import sys
 
 import docs_c_api
 
@@ -77,3 +85,29 @@ def on_page_markdown(markdown, page, config, files):
     # GitHub needs a backslash in front of | in a table's code; here it would be shown.
     return re.sub(r"^\|.*", lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0]),
                   "".join(parts), flags=re.M)
+
+
+def wrong_navigation():
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} | {*PAGES}
+    listed = collections.Counter(re.findall(
+        r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2], re.M))
+    return [*(f"the navigation lacks {page}: add it" for page in sorted(pages - set(listed))),
+            *(f"no page is named {page}: remove it" for page in sorted(set(listed) - pages)),
+            *(f"{page} is listed {count} times" for page, count in listed.items() if count > 1)]
+
+
+def list_versions(site):
+    found = sorted((page.parent.name for page in site.glob("[0-9]*/index.html")), reverse=True,
+                   key=lambda version: [int(part) for part in version.split(".")])
+    listed = [{"version": version, "title": version, "aliases": []} for version in found]
+    listed[0]["aliases"] = ["latest"]
+    (site / "versions.json").write_text(json.dumps(listed) + "\n")
+    (site / "index.html").write_text(
+        f'<!doctype html><title>Gradwire</title><meta http-equiv="refresh" content="0; url={found[0]}/index.html">\n')
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        list_versions(pathlib.Path(sys.argv[1]))
+    elif wrong := wrong_navigation():
+        sys.exit("\n".join(f"mkdocs.yml: {line}" for line in wrong))
