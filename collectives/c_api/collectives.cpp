@@ -1,6 +1,5 @@
 // The collectives of gradwire.h on the caller's memory. The functions check their arguments and run programs.
 // Programs are built at first use and cached.
-#include <fmt/format.h>
 
 #include <limits>
 #include <numeric>
@@ -72,33 +71,10 @@ void check_place(const char* shard_name, const void* shard, const char* whole_na
           shard_name, whole_name);
 }
 
-// Returns a call with the arguments that all collectives have. Throws BadInput for an invalid argument.
-CollectiveCall begin_call(const LockedCall& locked, const char* function, Collective collective,
-                          gw_dtype dtype, gw_op op, const char* spec) {
-  checked_dtype(dtype);
-  require(op == GW_SUM || op == GW_AVG, "op {} is neither GW_SUM nor GW_AVG", op);
-  require(spec != nullptr, "spec is null; pass \"fp32\" for no compression");
-  float* const residual = locked.options.residual;
-  require(reinterpret_cast<uintptr_t>(residual) % alignof(float) == 0,
-          "residual is not aligned to its elements of 4 bytes");
-  return {.function = function,
-          .collective = collective,
-          .residual = residual,
-          .dtype = dtype,
-          .op = op,
-          .spec = spec,
-          .tag = locked.tag};
-}
-
-int64_t checked_count(int64_t count) {
-  require(count >= 0, "count is {}, must not be negative", count);
-  return count;
-}
-
 // Copies the number of elements of each rank's shard into the call.
-void set_shards(CollectiveCall& call, const ApiComm& comm, const int64_t* counts) {
+void set_shards(CollectiveCall& call, int world, const int64_t* counts) {
   require(counts != nullptr, "counts is null; pass the elements of each rank's shard");
-  call.shards.assign(counts, counts + comm.communicator->world());
+  call.shards.assign(counts, counts + world);
   int64_t left = std::numeric_limits<int64_t>::max() / 8;
   for (size_t r = 0; r < call.shards.size(); ++r) {
     require(call.shards[r] >= 0, "counts[{}] is {}, must not be negative", r, call.shards[r]);
@@ -106,6 +82,43 @@ void set_shards(CollectiveCall& call, const ApiComm& comm, const int64_t* counts
     left -= call.shards[r];
     call.count += call.shards[r];
   }
+}
+
+// Checks the arguments of a collective and runs it. `prepare` receives the call and the communicator. It adds
+// the number of elements to the call, and checks the memory.
+template <typename Prepare>
+gw_status run_collective(const char* function, Collective collective, gw_comm comm, const void* in, void* out,
+                         gw_dtype dtype, gw_op op, const char* spec, void* stream,
+                         const gw_call_options* options, const Prepare& prepare,
+                         void (ApiComm::*run)(const CollectiveCall&, void*) = &ApiComm::run) {
+  return guarded(function, [&] {
+    LockedComm locked(comm);
+    const auto given =
+        options == nullptr ? gw_call_options{} : read_struct<gw_call_options>(options, "gw_call_options");
+    const std::string tag = checked_tag(given.tag);
+    CallRequest request(locked.comm, given.request);
+    float* const residual = given.residual;
+    const bool has_residual = collective != Collective::broadcast && run == &ApiComm::run;
+    require(has_residual || residual == nullptr, "gw_call_options.residual is set, but {} has no residual",
+            function);
+    checked_dtype(dtype);
+    require(op == GW_SUM || op == GW_AVG, "op {} is neither GW_SUM nor GW_AVG", op);
+    require(spec != nullptr, "spec is null; pass \"fp32\" for no compression");
+    require(reinterpret_cast<uintptr_t>(residual) % alignof(float) == 0,
+            "residual is not aligned to its elements of 4 bytes");
+    CollectiveCall call{.function = function,
+                        .collective = collective,
+                        .in = in,
+                        .out = out,
+                        .residual = residual,
+                        .dtype = dtype,
+                        .op = op,
+                        .spec = spec,
+                        .tag = tag};
+    prepare(call, *locked->communicator);
+    (*locked.comm.*run)(call, stream);
+    request.start();
+  });
 }
 
 }  // namespace
@@ -136,12 +149,10 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
     return program;
   }
   const CompressionSpec& spec = parsed(call.spec);
-  if (spec.needs_reducer()) {
-    throw BadInput(
-        fmt::format("spec '{}' needs steps or tensors, which {} does not have; use a reducer, or a wire "
-                    "format such as fp32, bf16, fp8 or int8",
-                    call.spec, call.function));
-  }
+  require(!spec.needs_reducer(),
+          "spec '{}' needs steps or tensors, which {} does not have; use a reducer, or a wire format such as "
+          "fp32, bf16, fp8 or int8",
+          call.spec, call.function);
   const int world = communicator->world();
   ScheduleRequest request = schedule_request(spec);
   request.collective = call.collective;
@@ -259,96 +270,69 @@ extern "C" {
 
 gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec,
                        void* stream, const gw_call_options* options) {
-  return guarded(__func__, [&, f = __func__] {
-    LockedCall locked(comm, options);
-    CollectiveCall call = begin_call(locked, f, Collective::allreduce, dtype, op, spec);
-    call.count = checked_count(count);
-    call.in = call.out = buf;
-    check_memory("buf", buf, count, bytes_of(dtype));
-    locked->run(call, stream);
-    locked.request.start();
-  });
+  return run_collective(__func__, Collective::allreduce, comm, buf, buf, dtype, op, spec, stream, options,
+                        [&](CollectiveCall& call, const Communicator&) {
+                          require(count >= 0, "count is {}, must not be negative", count);
+                          call.count = count;
+                          check_memory("buf", buf, count, bytes_of(dtype));
+                        });
 }
 
 gw_status gw_reduce_scatter(gw_comm comm, const void* in, void* out, const int64_t* counts, gw_dtype dtype,
                             gw_op op, const char* spec, void* stream, const gw_call_options* options) {
-  return guarded(__func__, [&, f = __func__] {
-    LockedCall locked(comm, options);
-    const int rank = locked->communicator->rank();
-    CollectiveCall call = begin_call(locked, f, Collective::reduce_scatter, dtype, op, spec);
-    set_shards(call, *locked, counts);
-    call.in = in;
-    call.out = out;
-    check_memory("in", in, call.count, bytes_of(dtype));
-    check_memory("out", out, call.shards[rank], bytes_of(dtype));
-    check_place("out", out, "in", in, call.shards, rank, bytes_of(dtype));
-    locked->run(call, stream);
-    locked.request.start();
-  });
+  return run_collective(__func__, Collective::reduce_scatter, comm, in, out, dtype, op, spec, stream, options,
+                        [&](CollectiveCall& call, const Communicator& group) {
+                          set_shards(call, group.world(), counts);
+                          check_memory("in", in, call.count, bytes_of(dtype));
+                          check_memory("out", out, call.shards[group.rank()], bytes_of(dtype));
+                          check_place("out", out, "in", in, call.shards, group.rank(), bytes_of(dtype));
+                        });
 }
 
 gw_status gw_all_gather(gw_comm comm, const void* in, void* out, const int64_t* counts, gw_dtype dtype,
                         const char* spec, void* stream, const gw_call_options* options) {
-  return guarded(__func__, [&, f = __func__] {
-    LockedCall locked(comm, options);
-    const int rank = locked->communicator->rank();
-    CollectiveCall call = begin_call(locked, f, Collective::all_gather, dtype, GW_SUM, spec);
-    set_shards(call, *locked, counts);
-    call.in = in;
-    call.out = out;
-    check_memory("in", in, call.shards[rank], bytes_of(dtype));
-    check_memory("out", out, call.count, bytes_of(dtype));
-    check_place("in", in, "out", out, call.shards, rank, bytes_of(dtype));
-    locked->run(call, stream);
-    locked.request.start();
-  });
+  return run_collective(__func__, Collective::all_gather, comm, in, out, dtype, GW_SUM, spec, stream, options,
+                        [&](CollectiveCall& call, const Communicator& group) {
+                          set_shards(call, group.world(), counts);
+                          check_memory("in", in, call.shards[group.rank()], bytes_of(dtype));
+                          check_memory("out", out, call.count, bytes_of(dtype));
+                          check_place("in", in, "out", out, call.shards, group.rank(), bytes_of(dtype));
+                        });
 }
 
 gw_status gw_all_gather_update(gw_comm comm, const float* master, void* replica, const int64_t* counts,
                                gw_dtype dtype, const char* spec, void* stream,
                                const gw_call_options* options) {
-  return guarded(__func__, [&, f = __func__] {
-    LockedCall locked(comm, options);
-    locked.refuse_residual(f);
-    const int rank = locked->communicator->rank();
-    CollectiveCall call = begin_call(locked, f, Collective::all_gather, dtype, GW_SUM, spec);
-    set_shards(call, *locked, counts);
-    if (dtype != GW_FLOAT32) {
-      throw Unsupported(
-          fmt::format("replicas in {} would round every update; keep them in float32, or use "
-                      "gw_all_gather with spec bf16",
-                      long_name(checked_dtype(dtype))));
-    }
-    call.in = master;
-    call.out = replica;
-    check_memory("master", master, call.shards[rank], sizeof(float));
+  const auto prepare = [&](CollectiveCall& call, const Communicator& group) {
+    set_shards(call, group.world(), counts);
+    require<Unsupported>(dtype == GW_FLOAT32,
+                         "replicas in {} would round every update; keep them in float32, or use "
+                         "gw_all_gather with spec bf16",
+                         long_name(checked_dtype(dtype)));
+    const int64_t shard = call.shards[group.rank()];
+    check_memory("master", master, shard, sizeof(float));
     check_memory("replica", replica, call.count, sizeof(float));
     const auto at = reinterpret_cast<uintptr_t>(master), begin = reinterpret_cast<uintptr_t>(replica);
     const auto bytes = [](int64_t elements) { return static_cast<size_t>(elements) * sizeof(float); };
-    require(
-        at + bytes(call.shards[rank]) <= begin || begin + bytes(call.count) <= at || call.shards[rank] == 0,
-        "master overlaps replica; pass separate memory, because masters hold what replicas have not "
-        "received");
-    locked->run_update(call, stream);
-    locked.request.start();
-  });
+    require(at + bytes(shard) <= begin || begin + bytes(call.count) <= at || shard == 0,
+            "master overlaps replica; pass separate memory, because masters hold what replicas have not "
+            "received");
+  };
+  return run_collective(__func__, Collective::all_gather, comm, master, replica, dtype, GW_SUM, spec, stream,
+                        options, prepare, &ApiComm::run_update);
 }
 
 gw_status gw_broadcast(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, int root, const char* spec,
                        void* stream, const gw_call_options* options) {
-  return guarded(__func__, [&, f = __func__] {
-    LockedCall locked(comm, options);
-    locked.refuse_residual(f);
-    const int world = locked->communicator->world();
-    require(root >= 0 && root < world, "root is {} in a world of {}", root, world);
-    CollectiveCall call = begin_call(locked, f, Collective::broadcast, dtype, GW_SUM, spec);
-    call.count = checked_count(count);
-    call.in = call.out = buf;
-    call.root = root;
-    check_memory("buf", buf, count, bytes_of(dtype));
-    locked->run(call, stream);
-    locked.request.start();
-  });
+  return run_collective(__func__, Collective::broadcast, comm, buf, buf, dtype, GW_SUM, spec, stream, options,
+                        [&](CollectiveCall& call, const Communicator& group) {
+                          require(root >= 0 && root < group.world(), "root is {} in a world of {}", root,
+                                  group.world());
+                          call.root = root;
+                          require(count >= 0, "count is {}, must not be negative", count);
+                          call.count = count;
+                          check_memory("buf", buf, count, bytes_of(dtype));
+                        });
 }
 
 }  // extern "C"

@@ -1,20 +1,12 @@
 #include "collectives/c_api/comm.h"
 
-#include <fmt/format.h>
-#include <gradwire/gradwire.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <chrono>
 #include <climits>
 #include <condition_variable>
-#include <map>
 #include <optional>
-#include <string>
-#include <utility>
 
 #include "collectives/c_api/errors.h"
-#include "collectives/c_api/functions.h"
 #include "collectives/net/handshake.h"
 #include "collectives/net/listener.h"
 #include "collectives/net/reach.h"
@@ -23,21 +15,9 @@
 #include "collectives/transport/tcp/tcp.h"
 #include "collectives/transport/transport.h"
 #include "kernels/wire/registered.h"
-#include "runtime/threads/running_clock.h"
 #include "runtime/threads/thread.h"
-#include "runtime/util/error.h"
 
 namespace gradwire::c_api {
-
-// A rendezvous through a caller's key-value store: gw_comm_options.store.
-
-// Returns a copy of the caller's struct. Throws BadInput if a field is invalid.
-gw_store checked_store(const gw_store* store);
-
-// Returns a rendezvous in which rank 0 publishes a text under one key of the store, and the other ranks read
-// the key. Its functions throw CommError, which names the store, if a callback fails, returns another text
-// than rank 0's, or does not return within `timeout` from now.
-RendezvousCallbacks callbacks_of_store(const gw_store& store, std::chrono::milliseconds timeout);
 
 namespace {
 
@@ -79,11 +59,10 @@ ApiComm::~ApiComm() {
 }
 
 void ApiComm::check_process() const {
-  if (getpid() != process_) {
-    throw BadHandle(fmt::format(
-        "the handle belongs to process {}, and this is a fork of it; create communicators after forking",
-        process_));
-  }
+  require<BadHandle>(
+      getpid() == process_,
+      "the handle belongs to process {}, and this is a fork of it; create communicators after forking",
+      process_);
 }
 
 void ApiComm::check_caller() const {
@@ -122,12 +101,9 @@ Stream ApiComm::caller_stream(void* native) {
     callers_.clear();  // bounds the map if the caller creates a stream per step
   auto [at, fresh] = callers_.try_emplace(native);
   if (fresh) at->second = Stream::adopt_cuda(device.index, static_cast<CudaStream>(native));
-  if (at->second.is_captured()) {
-    throw Unsupported(
-        "the stream is being captured in a CUDA graph, whose launches would not repeat what the host does in "
-        "this call: "
-        "call it outside of the capture");
-  }
+  require<Unsupported>(!at->second.is_captured(),
+                       "the stream is being captured in a CUDA graph, whose launches would not repeat what "
+                       "the host does in this call: call it outside of the capture");
   return at->second;
 }
 
@@ -146,15 +122,15 @@ Device checked_device(int device) {
   require(device >= 0, "device {} is neither GW_HOST nor a CUDA device", device);
   if (device >= cuda_device_count()) {
     const std::string reason = cuda_unavailable_reason();
-    throw DeviceError(fmt::format("device {}: {} CUDA devices are usable{}", device, cuda_device_count(),
-                                  reason.empty() ? "" : " (" + reason + ")"));
+    throw DeviceError("device {}: {} CUDA devices are usable{}", device, cuda_device_count(),
+                      reason.empty() ? "" : " (" + reason + ")");
   }
   return Device::cuda(device);
 }
 
 void require_nccl() {
   const std::string reason = nccl_unavailable_reason();
-  if (!reason.empty()) throw Unsupported(reason);
+  require<Unsupported>(reason.empty(), "{}", reason);
 }
 
 // Throws BadInput if the options set a rank. Called for groups that assign the ranks.
@@ -186,206 +162,7 @@ std::unique_ptr<Communicator> connect_processes(GroupOptions group, bool shrinka
       {.group = std::move(group), .device = device.index, .shrinkable = shrinkable});
 }
 
-std::unique_ptr<Communicator> join_group(const gw_comm_options& o, GroupOptions group, Device device) {
-  require(o.rendezvous != nullptr, "rendezvous is null and world is {}", group.world);
-  const std::string text = group.rendezvous = o.rendezvous;
-  if (text.starts_with("tcp://") || text.starts_with("file://")) {
-    return connect_processes(std::move(group), o.shrinkable != 0, device);
-  }
-  if (o.shrinkable != 0) throw Unsupported(kWhoShrinks);
-  constexpr std::string_view kLocal = "local://";
-  if (text.starts_with(kLocal)) {
-    require(text.size() > kLocal.size(), "rendezvous 'local://' lacks a name");
-    return join_local_group(text.substr(kLocal.size()), group.rank, group.world, device, group.timeout);
-  }
-  if (text == "nccl://") {
-    if (device.is_cuda()) return connect_processes(std::move(group), false, device);
-    throw BadInput("rendezvous 'nccl://' is for CUDA devices, and device is GW_HOST");
-  }
-  throw BadInput(
-      fmt::format("rendezvous '{}' is none of tcp://HOST:PORT, file:///PATH, nccl://, local://NAME", text));
-}
-
-std::unique_ptr<Communicator> join_through_store(const gw_comm_options& o, GroupOptions group,
-                                                 Device device) {
-  const gw_store store = checked_store(o.store);
-  if (group.world == 1) return Communicator::create_single(device);
-  group.rendezvous = "the caller's store";
-  group.callbacks = callbacks_of_store(store, group.timeout);
-  return connect_processes(std::move(group), o.shrinkable != 0, device);
-}
-
-std::unique_ptr<Communicator> adopt(const gw_comm_options& o, const GroupOptions& group) {
-  require_no_ranks(o, "nccl_comm");
-  require(o.device >= 0, "device {} is not a CUDA device", o.device);
-  if (o.shrinkable != 0) throw Unsupported(kWhoShrinks);
-  require_nccl();
-  checked_device(o.device);
-  auto adopted = Communicator::adopt_nccl(o.nccl_comm, o.device, group.timeout);
-  adopted->set_ranks_per_node(o.ranks_per_node);
-  return adopted;
-}
-
-std::unique_ptr<Communicator> accept_invitation(const gw_comm_options& o, const GroupOptions& group) {
-  require_no_ranks(o, "invitation");
-  require(o.ranks_per_node == 0, "ranks_per_node is {}; it must be 0 with an invitation", o.ranks_per_node);
-  if (o.device != GW_HOST) {
-    throw Unsupported(
-        fmt::format("device is {}; processes can only join a running group on the host: set "
-                    "gw_comm_options.device to GW_HOST",
-                    o.device));
-  }
-  return Communicator::join_tcp({.group = group},
-                                {.invitation = [text = std::string(o.invitation)] { return text; },
-                                 .about = kAbout,
-                                 .longest = group.timeout});
-}
-
-}  // namespace
-
-std::chrono::milliseconds checked_timeout(int64_t timeout_ms) {
-  require(timeout_ms > 0, "timeout_ms is {}, must be positive", timeout_ms);
-  return std::chrono::milliseconds(std::min<int64_t>(timeout_ms, INT_MAX));
-}
-
-void CancelledBy::refuse() {
-  if (RunningClock::cancelled()) throw CommError("cancelled before it began: *cancel is not 0");
-}
-
-std::unique_ptr<Communicator> create(const gw_comm_options& o) {
-  const int ways =
-      (o.rendezvous != nullptr) + (o.store != nullptr) + (o.nccl_comm != nullptr) + (o.invitation != nullptr);
-  require(ways <= 1,
-          "{} of gw_comm_options.rendezvous, .store, .nccl_comm and .invitation are set; set one of them",
-          ways);
-  const GroupOptions group = group_of(o);
-  const CancelledBy cancelled_by(o.cancel);
-  CancelledBy::refuse();
-  if (o.nccl_comm != nullptr) return adopt(o, group);
-  if (o.invitation != nullptr) return accept_invitation(o, group);
-  require(o.world >= 1 && o.world <= kMostRanks, "world is {}; it must be from 1 to {}", o.world, kMostRanks);
-  require(o.rank >= 0 && o.rank < o.world, "rank is {} in a world of {}", o.rank, o.world);
-  const Device device = checked_device(o.device);
-  std::unique_ptr<Communicator> made = o.store != nullptr ? join_through_store(o, group, device)
-                                       : o.world == 1     ? Communicator::create_single(device)
-                                                          : join_group(o, group, device);
-  made->set_ranks_per_node(o.ranks_per_node);
-  return made;
-}
-
-}  // namespace gradwire::c_api
-
-// Requests: collective calls on the host that return at once. Also reads the options of a call.
-
-namespace gradwire::c_api {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-std::shared_ptr<ApiRequest> live(gw_request handle) {
-  auto request = requests().get(handle);
-  request->comm->check_caller();
-  return request;
-}
-
-gw_call_options read_call_options(const gw_call_options* options) {
-  return options == nullptr ? gw_call_options{} : read_struct<gw_call_options>(options, "gw_call_options");
-}
-
-}  // namespace
-
-Handles<ApiRequest>& requests() {
-  static auto* handles = new Handles<ApiRequest>(3, "request");
-  return *handles;
-}
-
-ApiRequest::ApiRequest(std::shared_ptr<ApiComm> c)
-    : comm(std::move(c)), done_(Event::create(comm->communicator->device())) {}
-
-void ApiRequest::finish() const {
-  try {
-    done_.synchronize();
-  } catch (...) {  // reported by gw_request_wait()
-  }
-}
-
-void ApiRequest::start(const Stream& stream) {
-  done_.record(stream);
-}
-
-bool ApiRequest::wait_until(Clock::time_point deadline) const {
-  bool done = false;
-  comm->wait_or_notify([&] { done = done_.synchronize_until(deadline); });
-  return done;
-}
-
-CallRequest::CallRequest(const std::shared_ptr<ApiComm>& comm, gw_request* out) : comm_(*comm), out_(out) {
-  if (out_ == nullptr) return;
-  if (comm->communicator->device().is_cuda()) {
-    throw Unsupported(
-        "calls on a CUDA device return at once: pass no request, and synchronize with their stream");
-  }
-  request_ = std::make_shared<ApiRequest>(comm);
-  handle_ = static_cast<gw_request>(
-      requests().add(request_));  // before any work is enqueued, because add() may fail
-  comm_.request = request_.get();
-}
-
-CallRequest::~CallRequest() {
-  comm_.request = nullptr;
-  if (handle_ != nullptr) requests().remove(handle_);
-}
-
-void CallRequest::start() {
-  if (out_ == nullptr) return;
-  request_->start(comm_.caller_stream(nullptr));
-  *out_ = std::exchange(handle_, nullptr);
-}
-
-LockedCall::LockedCall(gw_comm handle, const gw_call_options* given)
-    : held(handle),
-      options(read_call_options(given)),
-      tag(checked_tag(options.tag)),
-      request(held.comm, options.request) {}
-
-void LockedCall::refuse_residual(const char* function) const {
-  require(options.residual == nullptr, "gw_call_options.residual is set, but {} has no residual", function);
-}
-
-}  // namespace gradwire::c_api
-
-using namespace gradwire;
-using namespace gradwire::c_api;
-
-extern "C" {
-
-gw_status gw_request_wait(gw_request request, int64_t timeout_ms) {
-  return guarded(__func__, [&] {
-    require(timeout_ms >= 0, "timeout_ms is {}, must not be negative", timeout_ms);
-    constexpr int64_t kMost = 1000LL * 3600 * 24 * 365;
-    const auto deadline = Clock::now() + std::chrono::milliseconds(std::min(timeout_ms, kMost));
-    if (!live(request)->wait_until(deadline)) {
-      throw NotDone(fmt::format("the call is not done after {} ms; it is still running", timeout_ms));
-    }
-  });
-}
-
-gw_status gw_request_destroy(gw_request request) {
-  return guarded(__func__, [&] {
-    if (request == nullptr) return;
-    auto object = live(request);
-    requests().remove(request);
-    object->finish();
-  });
-}
-
-}  // extern "C"
-
-namespace gradwire::c_api {
-
 // The rendezvous of "local://": threads of one process join under a name.
-
-namespace {
 
 // A group for which some ranks have not joined yet.
 struct Rendezvous {
@@ -402,17 +179,12 @@ struct RendezvousTable {
   std::map<std::string, std::shared_ptr<Rendezvous>> by_name;
 };
 
-RendezvousTable& rendezvous_by_name() {
-  static auto* all = new RendezvousTable;
-  return *all;
-}
-
-}  // namespace
-
+// Joins the group "local://NAME" of threads of one process. Returns this rank's communicator. Blocks until
+// all ranks have joined.
 std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank, int world, Device device,
                                                std::chrono::milliseconds timeout) {
   const RunningClock::Watch watch;
-  RendezvousTable& all = rendezvous_by_name();
+  static RendezvousTable& all = *new RendezvousTable;
   std::unique_lock lock(all.mutex);
   auto& entry = all.by_name[name];
   if (!entry) {
@@ -446,88 +218,211 @@ std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank
     }
     rendezvous->devices[rank].reset();
     if (--rendezvous->joined == 0) all.by_name.erase(name);
-    throw CommError(fmt::format("{} of {}: waited {} ms for rank {}", who, world, timeout.count(), absent));
+    throw CommError("{} of {}: waited {} ms for rank {}", who, world, timeout.count(), absent);
   }
   if (!rendezvous->problem.empty()) throw BadInput(who + ": " + rendezvous->problem);
   return std::move(rendezvous->communicators[rank]);
 }
 
-namespace {
-
-using std::chrono::milliseconds;
-
-constexpr size_t kMostBytes = size_t{64}
-                              << 10;  // limit for the published text; an address takes up to 16 bytes
-
-class CallerStore {
- public:
-  CallerStore(const gw_store& store, milliseconds timeout)
-      : store_(store),
-        key_(std::string(store.prefix == nullptr ? "" : store.prefix) + "gradwire/rendezvous"),
-        timeout_(timeout),
-        deadline_(SteadyClock::now() + timeout) {}
-
-  void publish(const std::string& text) const {
-    check("set", store_.set(store_.user, key_.c_str(), text.data(), text.size(), left_ms()));
+std::unique_ptr<Communicator> join_group(const gw_comm_options& o, GroupOptions group, Device device) {
+  require(o.rendezvous != nullptr, "rendezvous is null and world is {}", group.world);
+  const std::string text = group.rendezvous = o.rendezvous;
+  if (text.starts_with("tcp://") || text.starts_with("file://")) {
+    return connect_processes(std::move(group), o.shrinkable != 0, device);
   }
-
-  std::string read() const {
-    std::string value(kMostBytes, '\0');
-    size_t bytes = 0;
-    check("get", store_.get(store_.user, key_.c_str(), left_ms(), value.data(), value.size(), &bytes));
-    if (bytes == 0) {
-      throw CommError(
-          fmt::format("rank 0 has not set '{}' in the store within {} ms; is it running, and does every rank "
-                      "use the same store and prefix?",
-                      key_, timeout_.count()));
-    }
-    value.resize(std::min(bytes, kMostBytes));
-    if (bytes > kMostBytes || !is_store_location(value)) {
-      throw CommError(
-          fmt::format("the store's '{}' ({} bytes) is not what rank 0 has set; does something else "
-                      "use this key, or another version of the library?",
-                      key_, bytes));
-    }
-    return value;
+  require<Unsupported>(o.shrinkable == 0, kWhoShrinks);
+  constexpr std::string_view kLocal = "local://";
+  if (text.starts_with(kLocal)) {
+    require(text.size() > kLocal.size(), "rendezvous 'local://' lacks a name");
+    return join_local_group(text.substr(kLocal.size()), group.rank, group.world, device, group.timeout);
   }
+  if (text == "nccl://") {
+    require(device.is_cuda(), "rendezvous 'nccl://' is for CUDA devices, and device is GW_HOST");
+    return connect_processes(std::move(group), false, device);
+  }
+  throw BadInput("rendezvous '{}' is none of tcp://HOST:PORT, file:///PATH, nccl://, local://NAME", text);
+}
 
- private:
-  int64_t left_ms() const {
-    const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - SteadyClock::now());
+// Returns a rendezvous through a caller's key-value store: rank 0 publishes a text under one key, and the
+// other ranks read the key. Its functions throw CommError, which names the store, if a callback fails,
+// returns another text than rank 0's, or does not return within `timeout` from now. Throws BadInput if a
+// field of `given` is invalid.
+RendezvousCallbacks callbacks_of_store(const gw_store* given, std::chrono::milliseconds timeout) {
+  using std::chrono::milliseconds;
+  const auto store = read_struct<gw_store>(given, "gw_store");
+  require(store.set != nullptr, "gw_store.set is null");
+  require(store.get != nullptr, "gw_store.get is null");
+  const std::string key = std::string(store.prefix == nullptr ? "" : store.prefix) + "gradwire/rendezvous";
+  const auto deadline = SteadyClock::now() + timeout;
+  const auto left_ms = [deadline] {
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline - SteadyClock::now());
     return std::max<int64_t>(left.count(), 1);
-  }
-
-  void check(const char* function, const char* error) const {
-    if (error != nullptr)
-      throw CommError(fmt::format("the store's {}('{}') failed: {}", function, key_, error));
+  };
+  const auto check = [key, timeout, deadline](const char* function, const char* error) {
+    if (error != nullptr) throw CommError("the store's {}('{}') failed: {}", function, key, error);
     // A get() that correctly times out returns slightly late; allow for it.
     constexpr milliseconds kLate{500};
-    if (SteadyClock::now() > deadline_ + kLate) {
-      throw CommError(fmt::format("the store's {}('{}') returned too late: all ranks must join within {} ms",
-                                  function, key_, timeout_.count()));
-    }
-  }
+    require<CommError>(SteadyClock::now() <= deadline + kLate,
+                       "the store's {}('{}') returned too late: all ranks must join within {} ms", function,
+                       key, timeout.count());
+  };
+  const auto publish = [=](const std::string& text) {
+    check("set", store.set(store.user, key.c_str(), text.data(), text.size(), left_ms()));
+  };
+  const auto read = [=] {
+    constexpr size_t kMostBytes = size_t{64} << 10;  // an address takes up to 16 bytes
+    std::string value(kMostBytes, '\0');
+    size_t bytes = 0;
+    check("get", store.get(store.user, key.c_str(), left_ms(), value.data(), value.size(), &bytes));
+    require<CommError>(bytes > 0,
+                       "rank 0 has not set '{}' in the store within {} ms; is it running, and does every "
+                       "rank use the same store and prefix?",
+                       key, timeout.count());
+    value.resize(std::min(bytes, kMostBytes));
+    require<CommError>(bytes <= kMostBytes && is_store_location(value),
+                       "the store's '{}' ({} bytes) is not what rank 0 has set; does something else use this "
+                       "key, or another version of the library?",
+                       key, bytes);
+    return value;
+  };
+  return {.address = "", .publish = publish, .read = read};
+}
 
-  gw_store store_;
-  std::string key_;
-  milliseconds timeout_;
-  SteadyClock::time_point deadline_;
-};
+std::unique_ptr<Communicator> adopt(const gw_comm_options& o, const GroupOptions& group) {
+  require_no_ranks(o, "nccl_comm");
+  require(o.device >= 0, "device {} is not a CUDA device", o.device);
+  require<Unsupported>(o.shrinkable == 0, kWhoShrinks);
+  require_nccl();
+  checked_device(o.device);
+  auto adopted = Communicator::adopt_nccl(o.nccl_comm, o.device, group.timeout);
+  adopted->set_ranks_per_node(o.ranks_per_node);
+  return adopted;
+}
+
+std::unique_ptr<Communicator> accept_invitation(const gw_comm_options& o, const GroupOptions& group) {
+  require_no_ranks(o, "invitation");
+  require(o.ranks_per_node == 0, "ranks_per_node is {}; it must be 0 with an invitation", o.ranks_per_node);
+  require<Unsupported>(o.device == GW_HOST,
+                       "device is {}; processes can only join a running group on the host: set "
+                       "gw_comm_options.device to GW_HOST",
+                       o.device);
+  return Communicator::join_tcp({.group = group},
+                                {.invitation = [text = std::string(o.invitation)] { return text; },
+                                 .about = kAbout,
+                                 .longest = group.timeout});
+}
 
 }  // namespace
 
-gw_store checked_store(const gw_store* store) {
-  const auto read = read_struct<gw_store>(store, "gw_store");
-  require(read.set != nullptr, "gw_store.set is null");
-  require(read.get != nullptr, "gw_store.get is null");
-  return read;
+std::chrono::milliseconds checked_timeout(int64_t timeout_ms) {
+  require(timeout_ms > 0, "timeout_ms is {}, must be positive", timeout_ms);
+  return std::chrono::milliseconds(std::min<int64_t>(timeout_ms, INT_MAX));
 }
 
-RendezvousCallbacks callbacks_of_store(const gw_store& store, milliseconds timeout) {
-  const CallerStore keys(store, timeout);
-  return {.address = "",
-          .publish = [keys](const std::string& text) { keys.publish(text); },
-          .read = [keys] { return keys.read(); }};
+void CancelledBy::refuse() {
+  if (RunningClock::cancelled()) throw CommError("cancelled before it began: *cancel is not 0");
+}
+
+std::unique_ptr<Communicator> create(const gw_comm_options& o) {
+  const int ways =
+      (o.rendezvous != nullptr) + (o.store != nullptr) + (o.nccl_comm != nullptr) + (o.invitation != nullptr);
+  require(ways <= 1,
+          "{} of gw_comm_options.rendezvous, .store, .nccl_comm and .invitation are set; set one of them",
+          ways);
+  const GroupOptions group = group_of(o);
+  const CancelledBy cancelled_by(o.cancel);
+  CancelledBy::refuse();
+  if (o.nccl_comm != nullptr) return adopt(o, group);
+  if (o.invitation != nullptr) return accept_invitation(o, group);
+  require(o.world >= 1 && o.world <= kMostRanks, "world is {}; it must be from 1 to {}", o.world, kMostRanks);
+  require(o.rank >= 0 && o.rank < o.world, "rank is {} in a world of {}", o.rank, o.world);
+  const Device device = checked_device(o.device);
+  GroupOptions joined = group;
+  if (o.store != nullptr) {
+    joined.rendezvous = "the caller's store";
+    joined.callbacks = callbacks_of_store(o.store, group.timeout);
+  }
+  std::unique_ptr<Communicator> made = o.world == 1 ? Communicator::create_single(device)
+                                       : o.store != nullptr
+                                           ? connect_processes(std::move(joined), o.shrinkable != 0, device)
+                                           : join_group(o, group, device);
+  made->set_ranks_per_node(o.ranks_per_node);
+  return made;
 }
 
 }  // namespace gradwire::c_api
+
+// Requests: collective calls on the host that return at once. Also reads the options of a call.
+
+namespace gradwire::c_api {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+std::shared_ptr<ApiRequest> live(gw_request handle) {
+  auto request = requests().get(handle);
+  request->comm->check_caller();
+  return request;
+}
+
+}  // namespace
+
+Handles<ApiRequest>& requests() {
+  static auto* handles = new Handles<ApiRequest>(3, "request");
+  return *handles;
+}
+
+CallRequest::CallRequest(const std::shared_ptr<ApiComm>& comm, gw_request* out) : comm_(*comm), out_(out) {
+  if (out_ == nullptr) return;
+  require<Unsupported>(
+      comm->communicator->device().is_host(),
+      "calls on a CUDA device return at once: pass no request, and synchronize with their stream");
+  request_ = std::make_shared<ApiRequest>(ApiRequest{comm});
+  handle_ = static_cast<gw_request>(
+      requests().add(request_));  // before any work is enqueued, because add() may fail
+  comm_.request = request_.get();
+}
+
+CallRequest::~CallRequest() {
+  comm_.request = nullptr;
+  if (handle_ != nullptr) requests().remove(handle_);
+}
+
+void CallRequest::start() {
+  if (out_ == nullptr) return;
+  request_->done.record(comm_.caller_stream(nullptr));
+  *out_ = std::exchange(handle_, nullptr);
+}
+
+}  // namespace gradwire::c_api
+
+using namespace gradwire;
+using namespace gradwire::c_api;
+
+extern "C" {
+
+gw_status gw_request_wait(gw_request request, int64_t timeout_ms) {
+  return guarded(__func__, [&] {
+    require(timeout_ms >= 0, "timeout_ms is {}, must not be negative", timeout_ms);
+    constexpr int64_t kMost = 1000LL * 3600 * 24 * 365;
+    const auto deadline = Clock::now() + std::chrono::milliseconds(std::min(timeout_ms, kMost));
+    const auto object = live(request);
+    bool done = false;
+    object->comm->wait_or_notify([&] { done = object->done.synchronize_until(deadline); });
+    require<NotDone>(done, "the call is not done after {} ms; it is still running", timeout_ms);
+  });
+}
+
+gw_status gw_request_destroy(gw_request request) {
+  return guarded(__func__, [&] {
+    if (request == nullptr) return;
+    auto object = live(request);
+    requests().remove(request);
+    try {
+      object->done.synchronize();  // the call no longer uses the caller's memory
+    } catch (...) {                // reported by gw_request_wait()
+    }
+  });
+}
+
+}  // extern "C"

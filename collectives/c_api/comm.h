@@ -113,11 +113,6 @@ struct LockedComm {
   std::unique_lock<std::mutex> lock;  // released before `comm`
 };
 
-// Joins the group "local://NAME" of threads of one process. Returns this rank's communicator. Blocks until
-// all ranks have joined.
-std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank, int world, Device device,
-                                               std::chrono::milliseconds timeout);
-
 // Creates communicators, for gw_comm_create() and for calls that make one communicator from another.
 
 // The description of this library that ranks compare when they join: another version may compute other bits.
@@ -142,22 +137,8 @@ class CancelledBy {
 // The object behind a gw_request: a collective call on the host that returned before its result was ready.
 
 struct ApiRequest {
-  explicit ApiRequest(std::shared_ptr<ApiComm> comm);
-
-  // Marks the end of the call's work on `stream`. Call start() once all work of the call is enqueued.
-  void start(const Stream& stream);
-  bool in_flight() const { return !done_.query(); }
-  // Blocks until the call is done, or until `deadline`. Returns whether the call is done. Throws the error of
-  // a failed call.
-  bool wait_until(std::chrono::steady_clock::time_point deadline) const;
-
-  // Blocks until the call no longer uses the caller's memory. Never throws.
-  void finish() const;
-
   const std::shared_ptr<ApiComm> comm;
-
- private:
-  Event done_;
+  Event done = Event::create(comm->communicator->device());  // the end of the call's work
 };
 
 // Creates the request of a call that holds a communicator's lock. Does nothing if `out` is null.
@@ -175,20 +156,6 @@ class CallRequest {
   gw_request* const out_;
   std::shared_ptr<ApiRequest> request_;
   gw_request handle_ = nullptr;  // null: the caller owns the handle
-};
-
-// A collective call on a live communicator, and its options.
-struct LockedCall {
-  LockedCall(gw_comm handle, const gw_call_options* options);
-  ApiComm& operator*() const { return *held.comm; }
-  ApiComm* operator->() const { return held.comm.get(); }
-  // Throws BadInput if the options have a residual, which `function` does not use.
-  void refuse_residual(const char* function) const;
-
-  const LockedComm held;
-  const gw_call_options options;
-  const std::string tag;
-  CallRequest request;
 };
 
 }  // namespace gradwire::c_api

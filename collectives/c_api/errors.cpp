@@ -1,9 +1,5 @@
 #include "collectives/c_api/errors.h"
 
-#include <fmt/format.h>
-
-#include <cstddef>
-#include <cstdint>
 #include <iterator>
 #include <new>
 

@@ -4,7 +4,9 @@
 #include <fmt/format.h>
 #include <gradwire/gradwire.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -17,16 +19,13 @@
 namespace gradwire::c_api {
 
 // The exceptions for statuses that only the C ABI has.
-class BadHandle : public Error {
- public:
+struct BadHandle : Error {
   using Error::Error;
 };
-class Unsupported : public Error {
- public:
+struct Unsupported : Error {
   using Error::Error;
 };
-class NotDone : public Error {
- public:
+struct NotDone : Error {
   using Error::Error;
 };
 
@@ -44,12 +43,6 @@ gw_status guarded(const char* function, Body&& body) noexcept {
   } catch (...) {
     return status_of_current_exception(function);
   }
-}
-
-// Throws BadInput with the formatted text unless `condition` holds.
-template <typename... Args>
-void require(bool condition, fmt::format_string<Args...> text, Args&&... args) {
-  if (!condition) throw BadInput(fmt::format(text, std::forward<Args>(args)...));
 }
 
 // Checks the caller's texts, which are sent to other ranks, saved or printed.
@@ -80,6 +73,37 @@ inline DType checked_dtype(gw_dtype dtype, const std::string& whose = {}) {
 // Returns the name that frameworks use for the type.
 constexpr const char* long_name(DType dtype) {
   return dtype == DType::f32 ? "float32" : dtype == DType::bf16 ? "bfloat16" : "float16";
+}
+
+// Copies structs from and to callers, which may have been compiled with another version of the header.
+
+// Returns a copy of a caller's struct. A longer struct must have zeros after the fields that this version
+// knows. A shorter struct, of at least `least` bytes, is extended with zeros.
+template <typename Struct>
+Struct read_struct(const void* from, const char* what, size_t least = sizeof(Struct)) {
+  constexpr size_t kMostBytes = 4096;  // a larger size means that the caller did not initialize the struct
+  size_t size = 0;
+  std::memcpy(&size, from, sizeof size);
+  require(size >= least && size <= kMostBytes, "{0}.size is {1}; set it to sizeof({0}), which is {2}", what,
+          size, sizeof(Struct));
+  const auto* bytes = static_cast<const unsigned char*>(from);
+  require<Unsupported>(std::all_of(bytes + std::min(sizeof(Struct), size), bytes + size,
+                                   [](unsigned char b) { return b == 0; }),
+                       "{} uses fields that this version of the library does not know", what);
+  Struct result{};
+  std::memcpy(&result, from, std::min(sizeof result, size));
+  return result;
+}
+
+// Fills a caller's struct. The caller has set the struct's field `size`.
+template <typename Struct>
+void write_struct(const Struct& from, Struct* to, const char* what) {
+  size_t size = 0;
+  std::memcpy(&size, to, sizeof size);
+  require(size >= sizeof(Struct), "{0}.size is {1}; set it to sizeof({0}), which is {2}", what, size,
+          sizeof(Struct));
+  std::memcpy(to, &from, sizeof from);
+  to->size = size;
 }
 
 // Handles are numbers that are never reused, looked up in a table of live objects. So a destroyed handle is
@@ -125,7 +149,7 @@ class Handles {
     } else if ((number & 7) == kind_ && (number >> 3) <= last_) {
       problem = "was destroyed";
     }
-    throw BadHandle(fmt::format("the {} handle {}", type_name_, problem));
+    throw BadHandle("the {} handle {}", type_name_, problem);
   }
 
   const uintptr_t kind_;

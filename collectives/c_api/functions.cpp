@@ -1,16 +1,6 @@
 // The functions of gradwire.h: each checks its arguments and handles, takes the lock, and forwards.
-#include "collectives/c_api/functions.h"
-
-#include <fmt/format.h>
-#include <gradwire/gradwire.h>
-
-#include <algorithm>
-#include <utility>
-
-#include "collectives/c_api/comm.h"
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/reducer.h"
-#include "collectives/spec/spec.h"
 #include "collectives/transport/transport.h"
 #include "kernels/wire/registered.h"
 
@@ -238,7 +228,6 @@ gw_status gw_reducer_destroy(gw_reducer reducer) {
 
 extern "C" gw_status gw_format_register(const gw_format* format) {
   using namespace gradwire;
-  using c_api::require;
   return c_api::guarded(__func__, [&] {
     require(format != nullptr, "format is null");
     const auto f = c_api::read_struct<gw_format>(format, "gw_format");

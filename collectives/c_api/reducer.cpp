@@ -1,20 +1,12 @@
 #include "collectives/c_api/reducer.h"
 
-#include <fmt/format.h>
-
-#include <algorithm>
 #include <cmath>
-#include <cstddef>
-#include <cstring>
 #include <set>
 
 #include "collectives/agreement/statements.h"
-#include "collectives/c_api/comm.h"
 #include "collectives/c_api/errors.h"
-#include "collectives/c_api/functions.h"
 #include "collectives/reducer/choose.h"
 #include "kernels/simd/vector.h"
-#include "runtime/util/parse.h"
 
 namespace gradwire::c_api {
 namespace {
@@ -139,8 +131,7 @@ void ApiReducer::set_addresses(const std::vector<void*>& addresses) {
 
 void ApiReducer::allreduce(void* const* given, void* native_stream) {
   const Stream caller = comm->caller_stream(native_stream);
-  require(ready_ == 0, "in the middle of a step: {} tensors are ready; finish it with gw_reducer_wait",
-          ready_);
+  check_between_steps();
   if (given != nullptr) {
     for (size_t i = 0; i < tensors.size(); ++i) check_alignment(tensors[i], given[i]);
     reducer.adopt({given, tensors.size()});
@@ -189,9 +180,8 @@ std::vector<gw_range> ApiReducer::shards() const {
 }
 
 gw_stats ApiReducer::stats() const {
-  if (in_flight != nullptr && in_flight->in_flight()) {
-    throw DeviceError("the last step is in flight: wait for its request first");
-  }
+  require<DeviceError>(in_flight == nullptr || in_flight->done.query(),
+                       "the last step is in flight: wait for its request first");
   gw_stats out{};
   out.size = sizeof out;
   out.steps = reducer.steps();
@@ -247,14 +237,6 @@ ChooseOptions read_limits(const gw_choose_options& o) {
   return options;
 }
 
-void agree_on_choice(ApiComm& comm, const std::vector<CompressionSpec>& specs,
-                     const std::vector<GradientTensor>& tensors, const ChooseOptions& options) {
-  if (comm.communicator->world() == 1) return;
-  const std::vector<std::string> statements = reducer_statements(
-      comm, specs, tensors, options.bucket_bytes, options.seed, {fmt::format("error {}", options.error)});
-  agree_on(comm.communicator->transport(), comm.stream, statements, "gw_choose");
-}
-
 }  // namespace
 }  // namespace gradwire::c_api
 
@@ -279,7 +261,12 @@ extern "C" gw_status gw_choose(gw_comm comm, const gw_tensor* tensors, int32_t n
               "tensor {} ('{}') has no gradient: set gw_tensor.grad", i, read[i].name);
     }
     const Stream caller = locked->caller_stream(stream);
-    agree_on_choice(*locked.comm, specs, read, limits);
+    if (locked->communicator->world() > 1) {
+      agree_on(locked->communicator->transport(), locked->stream,
+               reducer_statements(*locked.comm, specs, read, limits.bucket_bytes, limits.seed,
+                                  {fmt::format("error {}", limits.error)}),
+               "gw_choose");
+    }
     SpecChoice choice;
     locked->wait_or_notify([&] {
       choice = choose_spec(*locked->communicator, locked->stream, caller, specs, read, grads, limits);

@@ -119,7 +119,7 @@ void store(const Stream& stream, void* dst, const void* value, size_t bytes) {
   OpCount::op("store");
   std::array<std::byte, 64> captured;
   Capture::forbid("store", "", "each launch would store the same value; call it in front of the launch");
-  if (bytes > captured.size()) throw BadInput(fmt::format("store: {} bytes, at most 64 fit", bytes));
+  if (bytes > captured.size()) throw BadInput("store: {} bytes, at most 64 fit", bytes);
   std::memcpy(captured.data(), value, bytes);
   if (stream.device().is_host()) {
     stream.submit([=] { std::memcpy(dst, captured.data(), bytes); });

@@ -10,7 +10,7 @@ namespace gradwire::cuda {
 namespace {
 
 [[noreturn]] void absent(const char* what) {
-  throw DeviceError(fmt::format("{}: {}", what, unavailable_reason()));
+  throw DeviceError("{}: {}", what, unavailable_reason());
 }
 
 }  // namespace

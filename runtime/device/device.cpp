@@ -107,8 +107,8 @@ Event Event::make(Device device, bool timer) {
 // Throws if `event` marks a point inside a graph, which streams outside the graph cannot wait for.
 void Event::outside(const Impl& event, const char* what) {
   if (event.capture == 0 || event.timer) return;
-  throw DeviceError(fmt::format(
-      "{}: the event was last recorded inside a graph; record it outside, or make it a timer", what));
+  throw DeviceError("{}: the event was last recorded inside a graph; record it outside, or make it a timer",
+                    what);
 }
 
 Event Event::create(Device device) {

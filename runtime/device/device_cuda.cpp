@@ -25,8 +25,7 @@ struct CudaStreamImpl final : Stream::Impl {
     if (owned) ignore(cudaStreamDestroy(handle));
   }
   void submit(std::function<void()>) override {
-    throw DeviceError(
-        fmt::format("Stream::submit: '{}' is a CUDA stream; host tasks need a host stream", name));
+    throw DeviceError("Stream::submit: '{}' is a CUDA stream; host tasks need a host stream", name);
   }
   void wait(const Event::Impl& event) override;
   void synchronize() override {
@@ -81,7 +80,7 @@ struct CudaEventImpl final : Event::Impl {
 void CudaStreamImpl::wait(const Event::Impl& event) {
   const auto* cuda_event = dynamic_cast<const CudaEventImpl*>(&event);
   if (cuda_event == nullptr)
-    throw DeviceError(fmt::format("a CUDA stream cannot wait for an event of {}", event.device.name()));
+    throw DeviceError("a CUDA stream cannot wait for an event of {}", event.device.name());
   if (!cuda_event->recorded) return;
   set_device(device.index);
   GW_CUDA_CHECK(cudaStreamWaitEvent(handle, cuda_event->handle, 0));
@@ -191,9 +190,9 @@ int resident_blocks(const void* kernel, int threads, size_t shared_bytes) {
 std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name, Stream::Priority priority) {
   int count = 0;
   if (const cudaError_t status = cudaGetDeviceCount(&count); status != cudaSuccess)
-    throw DeviceError(fmt::format("cuda:{} cannot be used: {}", device_index, why_uncounted(status)));
+    throw DeviceError("cuda:{} cannot be used: {}", device_index, why_uncounted(status));
   if (device_index < 0 || device_index >= count)
-    throw DeviceError(fmt::format("cuda:{} does not exist: {} CUDA devices usable", device_index, count));
+    throw DeviceError("cuda:{} does not exist: {} CUDA devices usable", device_index, count);
   set_device(device_index);
   CudaStream handle = nullptr;
   int least = 0, greatest = 0;

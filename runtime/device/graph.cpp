@@ -22,9 +22,8 @@ Capture* Capture::current() noexcept {
 
 void Capture::forbid(const char* what, const std::string& whose, const char* why) {
   if (capture_of_thread == nullptr) return;
-  throw DeviceError(fmt::format("{}{} while a graph is captured on stream '{}': {}", what,
-                                whose.empty() ? "" : fmt::format(" ({})", whose),
-                                capture_of_thread->origin_.name, why));
+  throw DeviceError("{}{} while a graph is captured on stream '{}': {}", what,
+                    whose.empty() ? "" : fmt::format(" ({})", whose), capture_of_thread->origin_.name, why);
 }
 
 Capture::Capture(Stream::Impl& origin) : id_(++captures), origin_(origin) {
@@ -41,9 +40,9 @@ Capture::Clock& Capture::joined(Stream::Impl& stream, const char* what) {
   auto found = streams_.find(&stream);
   if (found != streams_.end()) return found->second;
   throw DeviceError(
-      fmt::format("{} on stream '{}', which has not joined the graph captured on stream '{}': first let it "
-                  "wait for an event of that stream",
-                  what, stream.name, origin_.name));
+      "{} on stream '{}', which has not joined the graph captured on stream '{}': first let it "
+      "wait for an event of that stream",
+      what, stream.name, origin_.name);
 }
 
 void Capture::touch(Stream::Impl& stream) {
@@ -68,9 +67,9 @@ void Capture::record(Event::Impl& event, Stream::Impl& stream) {
 void Capture::wait(Stream::Impl& stream, const std::shared_ptr<Event::Impl>& event) {
   auto recorded = events_.find(event.get());
   if (event->timer || recorded == events_.end()) {
-    throw DeviceError(fmt::format(
-        "Stream::wait on stream '{}' while a graph is captured on stream '{}': the event {}", stream.name,
-        origin_.name, event->timer ? "is a timer" : "was not recorded in this capture"));
+    throw DeviceError("Stream::wait on stream '{}' while a graph is captured on stream '{}': the event {}",
+                      stream.name, origin_.name,
+                      event->timer ? "is a timer" : "was not recorded in this capture");
   }
   for (const auto& [other, work] : recorded->second) {
     int64_t& known = streams_[&stream][other];
@@ -90,9 +89,9 @@ void Capture::finish() const {
     auto known = seen.find(stream);
     if (work == clock.end() || work->second == 0) continue;  // the stream joined but has no work
     if (known == seen.end() || known->second < work->second) {
-      throw DeviceError(fmt::format(
+      throw DeviceError(
           "the graph captured on stream '{}' ends before the work of stream '{}', for which it never waits",
-          origin_.name, stream->name));
+          origin_.name, stream->name);
     }
   }
 }

@@ -145,7 +145,7 @@ struct HostStream final : Stream::Impl {
   void wait(const Event::Impl& event) override {
     const auto* host_event = dynamic_cast<const HostEvent*>(&event);
     if (host_event == nullptr)
-      throw DeviceError(fmt::format("a host stream cannot wait for an event of {}", event.device.name()));
+      throw DeviceError("a host stream cannot wait for an event of {}", event.device.name());
     if (!host_event->ticket) return;
     if (!thread.joinable()) {
       host_event->synchronize();
@@ -237,7 +237,7 @@ void HostStreams::release_in_order(std::shared_ptr<void> memory) noexcept {
 void HostEvent::record(Stream::Impl& stream) {
   auto* host_stream = dynamic_cast<HostStream*>(&stream);
   if (host_stream == nullptr)
-    throw DeviceError(fmt::format("a host event cannot be recorded on {}", stream.device.name()));
+    throw DeviceError("a host event cannot be recorded on {}", stream.device.name());
   auto fresh = std::make_shared<Ticket>();
   host_stream->mark(fresh);
   ticket = std::move(fresh);

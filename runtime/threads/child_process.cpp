@@ -38,7 +38,7 @@ ChildProcess::ChildProcess(std::vector<std::string> words, const Descriptors& de
     }
     if (error == 0) return;
     wait();
-    throw NotStarted(fmt::format("{} could not be started: {}", program_, std::strerror(error)));
+    throw NotStarted("{} could not be started: {}", program_, std::strerror(error));
   }
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(1);
@@ -70,7 +70,7 @@ const ChildProcess::End& ChildProcess::wait() {
       end_ = {WEXITSTATUS(status), 0, fmt::format("ended with exit status {}", WEXITSTATUS(status))};
     } else if (errno != EINTR) {
       pid_ = -1;
-      throw Error(fmt::format("how {} ended is unknown: {}", program_, std::strerror(errno)));
+      throw Error("how {} ended is unknown: {}", program_, std::strerror(errno));
     }
   }
   return *end_;

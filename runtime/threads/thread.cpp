@@ -191,7 +191,7 @@ std::string error_text(int error) {
 }
 
 void throw_refused(std::string_view what, int error) {
-  throw OutOfResources(fmt::format("{}: {}", what, error_text(error)));
+  throw OutOfResources("{}: {}", what, error_text(error));
 }
 
 std::string no_memory_text(size_t bytes) {
@@ -210,11 +210,11 @@ void throw_no_memory(size_t bytes) {
 void throw_no_thread(std::string_view what) {
   const auto threads = limit(RLIMIT_NPROC);
   const std::string memory = memory_limits();
-  throw OutOfResources(fmt::format(
+  throw OutOfResources(
       "cannot start {}: the system refuses more threads; limits are {}the container's (pids.max) and the "
       "machine's (kernel.threads-max){}{}: raise them, or use fewer threads (GRADWIRE_THREADS)",
       what, threads ? fmt::format("{} processes and threads of this user (ulimit -u), ", *threads) : "",
-      memory.empty() ? "" : "; ", memory));
+      memory.empty() ? "" : "; ", memory);
 }
 
 std::string text_of(const std::exception& error) {

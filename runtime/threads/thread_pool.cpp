@@ -27,7 +27,7 @@ namespace {
 int default_threads() {
   if (const char* text = environment("GRADWIRE_THREADS")) {
     if (const auto threads = parse_number(text, 1, 4096)) return *threads;
-    throw BadInput(fmt::format("GRADWIRE_THREADS='{}' is not a number from 1 to 4096", text));
+    throw BadInput("GRADWIRE_THREADS='{}' is not a number from 1 to 4096", text);
   }
   const int cpus = cpus_by_affinity(), quota = cpus_by_quota();
   return quota > 0 ? std::min(cpus, quota) : cpus;
@@ -127,7 +127,7 @@ int host_threads() {
 }
 
 void set_host_threads(int threads) {
-  if (threads < 1) throw BadInput(fmt::format("set_host_threads: need at least 1 thread, got {}", threads));
+  if (threads < 1) throw BadInput("set_host_threads: need at least 1 thread, got {}", threads);
   threads_setting().store(threads, std::memory_order_relaxed);
 }
 

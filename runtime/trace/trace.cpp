@@ -122,8 +122,7 @@ SpanOnStream::~SpanOnStream() {
 }
 
 void switch_profiler(Device device, bool on) {
-  if (!device.is_cuda())
-    throw DeviceError(fmt::format("a profiler range needs a CUDA device; {} is none", device.name()));
+  if (!device.is_cuda()) throw DeviceError("a profiler range needs a CUDA device; {} is none", device.name());
   cuda::switch_profiler(device.index, on);
 }
 

@@ -1,9 +1,14 @@
 // Exceptions thrown inside Gradwire: status codes at the C ABI, exit codes at the command line.
 #pragma once
 
+#ifndef __CUDACC__  // nvcc rejects the checks of fmt's texts at compile time
+#include <fmt/core.h>
+#endif
+
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace gradwire {
@@ -12,6 +17,12 @@ namespace gradwire {
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
+#ifndef __CUDACC__
+  // Formats the text: throw BadInput("{}: no such file", path).
+  template <typename First, typename... Rest>
+  Error(fmt::format_string<First, Rest...> text, First&& first, Rest&&... rest)
+      : runtime_error(fmt::format(text, std::forward<First>(first), std::forward<Rest>(rest)...)) {}
+#endif
 };
 
 // The error of invalid input by the caller: the text names the invalid input and the remedy. Exit code 2.
@@ -32,6 +43,15 @@ class CommError : public Error {
  public:
   using Error::Error;
 };
+
+#ifndef __CUDACC__
+// Throws BadInput, or another error, with the formatted text unless `condition` holds. The arguments are
+// evaluated in any case.
+template <typename Thrown = BadInput, typename... Args>
+void require(bool condition, fmt::format_string<Args...> text, Args&&... args) {
+  if (!condition) throw Thrown(fmt::format(text, std::forward<Args>(args)...));
+}
+#endif
 
 // A clean exit of programs when memory is refused where C++ cannot throw.
 

@@ -48,7 +48,7 @@ bool is_unsupported(int error) {
 
 FileDescriptor open_regular_file(const std::string& path) {
   struct stat status {};
-  auto fail = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}", path, why)); };
+  auto fail = [&](const std::string& why) { throw BadInput("{}: {}", path, why); };
   auto check_kind = [&] {
     if (!S_ISREG(status.st_mode))
       fail(fmt::format("not a regular file but {}", kind_of_file(status.st_mode)));
@@ -73,7 +73,7 @@ std::string read_from_start(int fd, const std::string& name) {
   while (true) {
     const ssize_t got = read(fd, chunk, sizeof chunk);
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) throw BadInput(fmt::format("{}: {}", name, std::strerror(errno)));
+    if (got < 0) throw BadInput("{}: {}", name, std::strerror(errno));
     if (got == 0) return text;
     text.append(chunk, static_cast<size_t>(got));
   }
@@ -192,12 +192,12 @@ int standard_output_for_result() {
 }  // namespace
 
 void OutputFile::refuse(const std::string& why) const {
-  throw BadInput(fmt::format("{}: cannot be written: {}; name a file in a folder that exists and is writable",
-                             path_.empty() ? "''" : path_, why));
+  throw BadInput("{}: cannot be written: {}; name a file in a folder that exists and is writable",
+                 path_.empty() ? "''" : path_, why);
 }
 
 void OutputFile::fail(int error) const {
-  throw Error(fmt::format("{}: writing failed: {}", path_, std::strerror(error)));
+  throw Error("{}: writing failed: {}", path_, std::strerror(error));
 }
 
 OutputFile::OutputFile(std::string path, Kind kind) : path_(std::move(path)), kind_(kind) {
@@ -323,8 +323,7 @@ namespace {
 bool take_lock(const FileDescriptor& file, const std::string& path, OutputFile::Lock lock,
                const std::string& given) {
   if (flock(file.fd(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK && lock == OutputFile::Lock::take) {
-    throw BadInput(
-        fmt::format("{}: another run is writing to it; stop that run, or name another file", given));
+    throw BadInput("{}: another run is writing to it; stop that run, or name another file", given);
   }
   return is_at(file.fd(), path);
 }
@@ -414,8 +413,8 @@ void check_all_different(const std::vector<NamedFile>& files) {
     for (auto a = files.begin(); a != b; ++a) {
       if (a->path.empty() || b->path.empty() || (!a->written && !b->written)) continue;
       if (!same_file(a->path, b->path)) continue;
-      throw BadInput(fmt::format("{} {} and {} {} are the same file; name another for one of them", a->flag,
-                                 a->path, b->flag, b->path));
+      throw BadInput("{} {} and {} {} are the same file; name another for one of them", a->flag, a->path,
+                     b->flag, b->path);
     }
   }
 }
@@ -433,7 +432,7 @@ void remove_output(const std::string& path) noexcept try {
 std::string temporary_name_beside(const std::string& path) {
   uint64_t number = 0;
   if (getrandom(&number, sizeof number, 0) != sizeof number) {
-    throw Error(fmt::format("no random numbers from the kernel: {}", std::strerror(errno)));
+    throw Error("no random numbers from the kernel: {}", std::strerror(errno));
   }
   // The name is independent of the file's name, which may have the maximum length.
   return (fs::path(folder_of(path)) / fmt::format(".gradwire-{:016x}.tmp", number)).string();
