@@ -200,9 +200,7 @@ gw_status gw_reducer_state_save(gw_reducer reducer, void* state, size_t capacity
     LockedReducer locked(reducer);
     require(bytes != nullptr, "bytes is null");
     require(state != nullptr || capacity == 0, "state is null, and capacity is {}", capacity);
-    const size_t size = locked->state_size();
-    if (state != nullptr) locked->save_state(state, capacity);
-    *bytes = size;
+    *bytes = locked->save_state(state, capacity);
   });
 }
 

@@ -1,12 +1,6 @@
 // The object behind a gw_reducer, and its checkpoint.
 #pragma once
 
-#include <cstdint>
-#include <map>
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "collectives/c_api/comm.h"
 #include "collectives/reducer/reducer.h"
 
@@ -33,8 +27,8 @@ struct ApiReducer {
   gw_stats stats() const;
 
   // Save and load the state for checkpoints (state.cpp).
-  size_t state_size() const;
-  void save_state(void* state, size_t size) const;
+  // Saves the state, unless `state` is null. Returns the size of the state.
+  size_t save_state(void* state, size_t capacity) const;
   void load_state(const void* bytes, size_t size);
   void load_states(const void* const* states, const size_t* sizes, int32_t n);
 
@@ -48,14 +42,16 @@ struct ApiReducer {
   std::shared_ptr<ApiRequest> in_flight;
 
  private:
-  class Sources;
   // Returns the properties that a state must match: spec, rank, world, options.
   std::string identity() const;
   void check_between_steps() const;
+  size_t write_state(char* state) const;
   SavedState read_state(const void* bytes, size_t size) const;
   void restore(std::vector<SavedState> states);
+  std::map<size_t, std::vector<float>> check_rest(const std::vector<SavedState>& states,
+                                                  const std::vector<const char*>& residuals) const;
 
-  // Compares the loaded states of all ranks in the first step after a load. Defined in loaded_state.cpp.
+  // Compares the loaded states of all ranks in the first step after a load.
   void announce_loaded_state();
   void begin_step();  // checks the addresses, and announces the state
   void refuse_residuals_loaded_twice() const;

@@ -1,26 +1,22 @@
-// Saves and loads a reducer's checkpoint.
-#include <fmt/format.h>
-
-#include <algorithm>
+// Saves a reducer's state, loads it, and does the work of the first step after a load.
 #include <bit>
-#include <cstddef>
-#include <cstdint>
 #include <cstdio>
-#include <cstring>
-#include <map>
 #include <optional>
-#include <string>
-#include <vector>
+#include <tuple>
 
+#include "collectives/agreement/statements.h"
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/reducer.h"
-#include "runtime/device/device.h"
+#include "kernels/wire/floats.h"
 #include "runtime/device/device_cuda.h"
 #include "runtime/util/hash.h"
 
 namespace gradwire::c_api {
+namespace {
 
-// The bytes of a reducer's checkpoint: one self-describing block of memory. docs/checkpoints.md documents the
+static_assert(std::endian::native == std::endian::little, "the state is written in memory order");
+
+// The bytes of a reducer's state: one self-describing block of memory. docs/checkpoints.md documents the
 // layout for readers. A change of the layout must change docs/checkpoints.md and kVersion.
 //
 //   header    magic "GRADWIRE", version, CRC-32 of everything after the header, total bytes, steps, tensors
@@ -28,358 +24,6 @@ namespace gradwire::c_api {
 //   tensors   each: name, rows, cols and its entries; each entry: kind, dtype, count and the elements
 // Integers and floats are little-endian, and texts and elements are not padded. Values are stored by tensor
 // rather than by bucket, so that a state can be loaded with another bucket size.
-
-// A piece of a tensor's state, in the bytes of a checkpoint.
-struct SavedEntry {
-  std::string kind;
-  DType dtype = DType::f32;
-  uint64_t count = 0;
-  const char* data = nullptr;  // not aligned
-
-  size_t bytes() const { return count * static_cast<size_t>(bytes_of(dtype)); }
-  bool is_zero() const;
-  // Returns a copy of the elements, which must be FP32.
-  std::vector<float> floats() const;
-};
-
-struct SavedTensor {
-  int64_t rows = 0, cols = 0;
-  std::string name = {};
-  std::vector<SavedEntry> entries = {};
-};
-
-// The run and the rank that a state belongs to.
-struct SavedIdentity {
-  std::string run;  // spec, mean or sum, seed
-  int rank = 0, world = 0;
-
-  // Parses "spec S; rank R of N; mean; seed 0".
-  static SavedIdentity parse(const std::string& text);
-  std::string place() const;
-};
-
-struct SavedState {
-  std::string identity_text;
-  SavedIdentity identity = {};
-  int64_t steps = 0;
-  std::vector<SavedTensor> tensors = {};
-
-  // Parses untrusted bytes, which must outlive the result. Throws BadInput for an invalid state.
-  static SavedState parse(const void* state, size_t size);
-};
-
-// Writes a state. The caller determines the state's size with size() and the static functions.
-class StateWriter {
- public:
-  static size_t header_bytes(const std::string& identity);
-  static size_t tensor_bytes(const std::string& name);
-  static size_t entry_bytes(const std::string& kind, size_t bytes);
-
-  // Writes the identity to `state`. Later calls append entries.
-  StateWriter(void* state, const std::string& identity);
-  void add_tensor(int64_t rows, int64_t cols, const std::string& name, size_t entries);
-  // Adds an entry. Returns the memory for the entry's elements, (count), which the caller fills.
-  std::byte* add_entry(DType dtype, int64_t count, const std::string& kind);
-  // Writes the header, after the caller has filled in all elements.
-  void finish(int64_t steps);
-
- private:
-  void put(const void* from, size_t bytes);
-
-  char* const begin_;
-  char* at_;
-  const uint32_t identity_bytes_;
-  uint32_t tensors_ = 0;
-};
-
-namespace {
-
-int64_t rows_of(const GradientTensor& t) {
-  return t.shape[0];
-}
-int64_t cols_of(const GradientTensor& t) {
-  return t.shape.size() > 1 ? t.shape[1] : 1;
-}
-
-// Returns the ranks whose residuals are in the states, with digests of the residuals.
-std::vector<LoadedResidual> residuals_in(const std::vector<SavedState>& states) {
-  std::vector<LoadedResidual> found;
-  for (const SavedState& state : states) {
-    uint64_t digest = 0;
-    bool zero = true;
-    for (const SavedTensor& tensor : state.tensors) {
-      for (const SavedEntry& e : tensor.entries) {
-        if (e.kind != kResidualKind || e.is_zero()) continue;
-        zero = false;
-        digest = mix(digest, crc32(e.data, e.bytes()));
-      }
-    }
-    if (!zero) found.push_back({state.identity.rank, state.identity.world, digest});
-  }
-  return found;
-}
-
-// Removes the residuals from the states. Returns the non-zero sums of the residuals by tensor.
-std::map<size_t, std::vector<float>> take_residuals(std::vector<SavedState>& states,
-                                                    const std::vector<GradientTensor>& tensors) {
-  std::map<size_t, std::vector<float>> sums;
-  for (SavedState& state : states) {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      std::erase_if(state.tensors[i].entries, [&](const SavedEntry& e) {
-        if (e.kind != kResidualKind || e.is_zero()) return false;
-        require(e.dtype == DType::f32 && e.count == static_cast<uint64_t>(tensors[i].count()),
-                "the residual of '{}' has {} elements of {} in the state, {} of F32 in the reducer",
-                tensors[i].name, e.count, name(e.dtype), tensors[i].count());
-        add_residual(sums[i], e.floats());
-        return true;
-      });
-    }
-  }
-  return sums;
-}
-
-}  // namespace
-
-// The places from which a reducer's state is loaded. Removes the entries that it uses from the saved states.
-class ApiReducer::Sources {
- public:
-  Sources(const std::vector<TensorState>& targets, const ApiReducer& reducer, std::vector<SavedState>& states)
-      : targets_(targets),
-        reducer_(reducer),
-        saved_world_(states[0].identity.world),
-        world_(reducer.comm->communicator->world()) {
-    for (const TensorState& target : targets_) of_.push_back(take(target, states[0]));
-    for (size_t k = 1; k < states.size(); ++k) add_residuals(states[k]);
-    for (const SavedState& state : states) check_rest(state);
-  }
-
-  // Enqueues the copies. The states must stay valid until `stream` has executed the copies.
-  void load(const Stream& stream) const {
-    for (size_t k = 0; k < targets_.size(); ++k) {
-      if (of_[k] != nullptr || !targets_[k].same_on_all_ranks) targets_[k].clear(stream);
-    }
-    for (size_t k = 0; k < targets_.size(); ++k) {
-      if (of_[k] == nullptr) continue;
-      const auto* source = reinterpret_cast<const std::byte*>(of_[k]);
-      targets_[k].write(stream, 0, {source, static_cast<size_t>(targets_[k].bytes())});
-    }
-  }
-
-  // Returns a digest of the state that is the same on all ranks.
-  uint64_t replicated_digest() const {
-    uint64_t digest = 0;
-    for (size_t k = 0; k < targets_.size(); ++k) {
-      if (!targets_[k].same_on_all_ranks || of_[k] == nullptr) continue;
-      digest = mix(digest, crc32(of_[k], static_cast<size_t>(targets_[k].bytes())));
-    }
-    return digest;
-  }
-
- private:
-  // Returns the saved elements for `target`; null: the target becomes zero.
-  const char* take(const TensorState& target, SavedState& state) const {
-    auto& entries = state.tensors[static_cast<size_t>(target.tensor)].entries;
-    const std::string& tensor = reducer_.tensors[static_cast<size_t>(target.tensor)].name;
-    const auto entry = std::ranges::find(entries, target.kind, &SavedEntry::kind);
-    if (entry == entries.end()) {
-      const bool alone = saved_world_ == 1;  // a world of 1 saves no factors, because it has no codec
-      require(target.kind == kResidualKind || alone, "the state has no '{}' of '{}'", target.kind, tensor);
-      return nullptr;
-    }
-    require(entry->count == static_cast<uint64_t>(target.count()) && entry->dtype == target.dtype,
-            "'{}' of '{}' has {} elements of {} in the state, {} of {} in the reducer", target.kind, tensor,
-            entry->count, name(entry->dtype), target.count(), name(target.dtype));
-    const char* const data = entry->data;
-    entries.erase(entry);
-    return is_loaded(target.kind, target.same_on_all_ranks, saved_world_, world_) ? data : nullptr;
-  }
-
-  // Adds another rank's residuals to the sources of residuals.
-  void add_residuals(SavedState& state) {
-    for (size_t k = 0; k < targets_.size(); ++k) {
-      if (targets_[k].kind != kResidualKind) continue;
-      auto& entries = state.tensors[static_cast<size_t>(targets_[k].tensor)].entries;
-      const auto count = static_cast<size_t>(targets_[k].count());
-      const auto entry = std::ranges::find_if(entries, [&](const SavedEntry& e) {
-        return e.kind == kResidualKind && e.dtype == DType::f32 && e.count == count;
-      });
-      if (entry == entries.end()) continue;
-      std::vector<float> sum;
-      if (of_[k] != nullptr) sum = SavedEntry{kResidualKind, DType::f32, count, of_[k]}.floats();
-      add_residual(sum, entry->floats());
-      sums_.push_back(std::move(sum));
-      of_[k] = reinterpret_cast<const char*>(sums_.back().data());
-      entries.erase(entry);
-    }
-  }
-
-  // Throws BadInput if a state has entries that the reducer does not load. With an FP32 format a dense tensor
-  // has a residual, always zero, only if its bucket also holds a matrix. So zeros may remain.
-  void check_rest(const SavedState& state) const {
-    for (size_t i = 0; i < state.tensors.size(); ++i) {
-      for (const SavedEntry& e : state.tensors[i].entries) {
-        if ((saved_world_ != world_ || world_ == 1) && e.kind != kResidualKind) continue;
-        require(e.is_zero(), "'{}' has a '{}' in the state only", reducer_.tensors[i].name, e.kind);
-      }
-    }
-  }
-
-  const std::vector<TensorState>& targets_;
-  const ApiReducer& reducer_;
-  const int saved_world_, world_;
-  std::vector<const char*> of_;           // [target]; null: the target becomes zero
-  std::vector<std::vector<float>> sums_;  // sums of residuals of several ranks, to which sources point
-};
-
-std::string ApiReducer::identity() const {
-  CompressionSpec same = spec;
-  same.residual = kFp32;  // residuals are saved as FP32 whatever their format
-  return fmt::format("spec {}; rank {} of {}; {}; seed {}", same.to_string(), comm->communicator->rank(),
-                     comm->communicator->world(), options.average ? "mean" : "sum", options.seed);
-}
-
-void ApiReducer::check_between_steps() const {
-  require(ready_ == 0, "in the middle of a step: {} tensors are ready; finish it with gw_reducer_wait",
-          ready_);
-}
-
-size_t ApiReducer::state_size() const {
-  size_t bytes = StateWriter::header_bytes(identity());
-  for (const GradientTensor& t : tensors) bytes += StateWriter::tensor_bytes(t.name);
-  for (const TensorState& s : reducer.tensor_state()) {
-    bytes += StateWriter::entry_bytes(s.kind, static_cast<size_t>(s.bytes()));
-  }
-  for (const auto& [tensor, residual] : unsent_) {
-    bytes += StateWriter::entry_bytes(kResidualKind, residual.size() * sizeof(float));
-  }
-  return bytes;
-}
-
-void ApiReducer::save_state(void* state, size_t size) const {
-  require(state != nullptr, "state is null");
-  check_between_steps();
-  const size_t bytes = state_size();
-  require(size >= bytes, "capacity is {}, the state needs {}", size, bytes);
-  const FinishOnError finish(comm->stream);  // the caller may free `state`
-  StateWriter writer(state, identity());
-  const std::vector<TensorState> all = reducer.tensor_state();
-  auto state_of = all.begin();  // the states of `all` have the order of the tensors
-  for (int i = 0; i < reducer.tensors(); ++i) {
-    const GradientTensor& t = tensors[static_cast<size_t>(i)];
-    const auto end = std::find_if(state_of, all.end(), [i](const TensorState& s) { return s.tensor != i; });
-    const auto unsent = unsent_.find(static_cast<size_t>(i));
-    const auto entries = static_cast<size_t>(end - state_of) + (unsent != unsent_.end() ? 1 : 0);
-    writer.add_tensor(rows_of(t), cols_of(t), t.name, entries);
-    if (unsent != unsent_.end()) {
-      const std::vector<float>& values = unsent->second;
-      std::memcpy(writer.add_entry(DType::f32, std::ssize(values), kResidualKind), values.data(),
-                  values.size() * sizeof(float));
-    }
-    for (; state_of != end; ++state_of) {
-      // The copy runs in stream order, hence after the step. Elements need not be aligned in the state.
-      state_of->read(comm->stream, 0,
-                     {writer.add_entry(state_of->dtype, state_of->count(), state_of->kind),
-                      static_cast<size_t>(state_of->bytes())});
-    }
-  }
-  comm->stream.synchronize();
-  writer.finish(reducer.steps());
-}
-
-// Parses a state of this run. Returns the state with the tensors in the reducer's order.
-SavedState ApiReducer::read_state(const void* bytes, size_t size) const {
-  SavedState state = SavedState::parse(bytes, size);
-  require(state.identity.run == SavedIdentity::parse(identity()).run,
-          "the state is of another reducer: '{}', this one is '{}'", state.identity_text, identity());
-  require(state.tensors.size() == tensors.size(), "the state has {} tensors, the reducer {}",
-          state.tensors.size(), tensors.size());
-  std::map<std::string, size_t> index;
-  for (size_t i = 0; i < tensors.size(); ++i) index[tensors[i].name] = i;
-  std::vector<SavedTensor> ordered(tensors.size());
-  for (SavedTensor& t : state.tensors) {
-    const auto found = index.find(t.name);
-    require(found != index.end(), "tensor '{}' in the state is unknown to the reducer, or a duplicate",
-            t.name);
-    const size_t i = found->second;
-    index.erase(found);
-    require(t.rows == rows_of(tensors[i]) && t.cols == cols_of(tensors[i]),
-            "tensor '{}' is {} x {} in the state, {} x {} in the reducer", t.name, t.rows, t.cols,
-            rows_of(tensors[i]), cols_of(tensors[i]));
-    ordered[i] = std::move(t);
-  }
-  state.tensors = std::move(ordered);
-  return state;
-}
-
-void ApiReducer::load_state(const void* bytes, size_t size) {
-  check_between_steps();
-  SavedState state = read_state(bytes, size);
-  const SavedIdentity ours = SavedIdentity::parse(identity());
-  require(state.identity.world != ours.world || state.identity.rank == ours.rank,
-          "the state is that of {}, this is {}: give each rank its own", state.identity.place(),
-          ours.place());
-  restore({std::move(state)});
-}
-
-void ApiReducer::load_states(const void* const* states, const size_t* sizes, int32_t n) {
-  check_between_steps();
-  require(n > 0 && states != nullptr && sizes != nullptr, "no states are given");
-  std::map<int, SavedState> by_rank;
-  for (int32_t k = 0; k < n; ++k) {
-    SavedState state = read_state(states[k], sizes[k]);
-    const SavedState& first = by_rank.empty() ? state : by_rank.begin()->second;
-    require(state.identity.world == first.identity.world, "the states are of runs with {} and {} ranks",
-            first.identity.world, state.identity.world);
-    require(state.steps == first.steps, "the states are of steps {} and {}", first.steps, state.steps);
-    const std::string place = state.identity.place();
-    require(by_rank.emplace(state.identity.rank, std::move(state)).second, "two states are of {}", place);
-  }
-  const SavedIdentity ours = SavedIdentity::parse(identity());
-  const int world = by_rank.begin()->second.identity.world;
-  std::vector<SavedState> mine;
-  for (int r : merged_ranks(ours.rank, ours.world, world)) {
-    const auto found = by_rank.find(r);
-    require(found != by_rank.end(),
-            "{} needs the state that rank {} of {} saved; pass the states of all ranks", ours.place(), r,
-            world);
-    mine.push_back(std::move(found->second));
-  }
-  if (mine.empty()) {  // a new rank starts from the replicated state
-    mine.push_back(std::move(by_rank.begin()->second));
-    for (SavedTensor& tensor : mine[0].tensors) {
-      std::erase_if(tensor.entries, [](const SavedEntry& e) { return e.kind == kResidualKind; });
-    }
-  }
-  restore(std::move(mine));
-}
-
-// Loads the states. Checks all states before the first copy, because a rejected state must leave the reducer
-// unchanged.
-void ApiReducer::restore(std::vector<SavedState> states) {
-  std::vector<LoadedResidual> residuals = residuals_in(states);
-  std::map<size_t, std::vector<float>> unsent;
-  // Without buckets, in a world of 1, no codec holds residuals.
-  if (reducer.buckets() == 0) unsent = take_residuals(states, tensors);
-  const std::vector<TensorState> targets = reducer.tensor_state();
-  const Sources sources(targets, *this, states);
-
-  const FinishOnError finish(comm->stream);  // the caller may free the states
-  sources.load(comm->stream);
-  comm->stream.synchronize();
-  unsent_ = std::move(unsent);
-  first_step_ = states[0].steps;
-  reducer.resume_at(first_step_);
-  loaded_.call.what = fmt::format("{} continues from a loaded state of step {}, factors {:08x}", options.name,
-                                  first_step_, sources.replicated_digest() >> 32);
-  loaded_.call.hash = mix(0x6c6f6164, loaded_.call.what);
-  loaded_.residuals = std::move(residuals);
-  loaded_.unannounced = true;
-}
-
-namespace {
-
-static_assert(std::endian::native == std::endian::little, "the state is written in memory order");
-
 constexpr char kMagic[8] = {'G', 'R', 'A', 'D', 'W', 'I', 'R', 'E'};
 constexpr uint32_t kVersion = 2;
 
@@ -406,15 +50,70 @@ struct EntryHeader {
 };
 static_assert(sizeof(EntryHeader) == 24);
 
+}  // namespace
+
+// A piece of a tensor's state, in the bytes of a state.
+struct SavedEntry {
+  std::string kind;
+  DType dtype = DType::f32;
+  uint64_t count = 0;
+  const char* data = nullptr;  // not aligned
+
+  size_t bytes() const { return count * static_cast<size_t>(bytes_of(dtype)); }
+  bool is_zero() const {
+    return std::all_of(data, data + bytes(), [](char c) { return c == 0; });
+  }
+};
+
+struct SavedTensor {
+  int64_t rows = 0, cols = 0;
+  std::string name = {};
+  std::vector<SavedEntry> entries = {};
+};
+
+struct SavedState {
+  std::string identity;  // "spec S; rank R of N; mean; seed 0"
+  std::string run = {};  // the identity without rank and world
+  int rank = 0, world = 0;
+  int64_t steps = 0;
+  std::vector<SavedTensor> tensors = {};
+
+  // Parses the identity.
+  explicit SavedState(std::string text) : identity(std::move(text)) {
+    const size_t place_at = identity.find("; rank ");
+    const size_t end = place_at == std::string::npos ? place_at : identity.find(';', place_at + 1);
+    int length = 0;
+    const bool found =
+        end != std::string::npos &&
+        std::sscanf(identity.c_str() + place_at, "; rank %d of %d%n", &rank, &world, &length) == 2;
+    require(found && place_at + static_cast<size_t>(length) == end && rank >= 0 && rank < world,
+            "the state's identity is '{}', expected a text such as 'spec int8; rank 0 of 2; mean; seed 0'",
+            identity);
+    run = identity.substr(0, place_at) + identity.substr(end);
+  }
+  std::string place() const { return fmt::format("rank {} of {}", rank, world); }
+};
+
+namespace {
+
+int64_t cols_of(const GradientTensor& t) {
+  return t.shape.size() > 1 ? t.shape[1] : 1;
+}
+
+std::vector<float> floats(const char* data, int64_t count) {
+  std::vector<float> values(static_cast<size_t>(count));
+  std::memcpy(values.data(), data, values.size() * sizeof(float));
+  return values;
+}
+
 // Reads untrusted bytes, and never reads past the end of the bytes.
 class Cursor {
  public:
   Cursor(const void* data, size_t bytes) : at_(static_cast<const char*>(data)), left_(bytes) {}
   const char* take(size_t bytes) {
     require(bytes <= left_, "the state is truncated");
-    const char* from = at_;
-    at_ += bytes, left_ -= bytes;
-    return from;
+    left_ -= bytes;
+    return std::exchange(at_, at_ + bytes);
   }
   template <typename T>
   T take() {
@@ -448,38 +147,8 @@ SavedTensor take_tensor(Cursor& cursor) {
   return tensor;
 }
 
-}  // namespace
-
-bool SavedEntry::is_zero() const {
-  return std::all_of(data, data + bytes(), [](char c) { return c == 0; });
-}
-
-std::vector<float> SavedEntry::floats() const {
-  std::vector<float> values(count);
-  std::memcpy(values.data(), data, bytes());
-  return values;
-}
-
-std::string SavedIdentity::place() const {
-  return fmt::format("rank {} of {}", rank, world);
-}
-
-SavedIdentity SavedIdentity::parse(const std::string& text) {
-  SavedIdentity identity;
-  const size_t place = text.find("; rank ");
-  const size_t end = place == std::string::npos ? place : text.find(';', place + 1);
-  int length = 0;
-  const bool found = end != std::string::npos && std::sscanf(text.c_str() + place, "; rank %d of %d%n",
-                                                             &identity.rank, &identity.world, &length) == 2;
-  require(found && place + static_cast<size_t>(length) == end && identity.rank >= 0 &&
-              identity.rank < identity.world,
-          "the state's identity is '{}', expected a text such as 'spec int8; rank 0 of 2; mean; seed 0'",
-          text);
-  identity.run = text.substr(0, place) + text.substr(end);
-  return identity;
-}
-
-SavedState SavedState::parse(const void* state, size_t size) {
+// Parses untrusted bytes, which must outlive the result. Throws BadInput for an invalid state.
+SavedState parse_state(const void* state, size_t size) {
   require(state != nullptr, "state is null");
   Cursor cursor(state, size);
   const auto header = cursor.take<Header>();
@@ -491,58 +160,339 @@ SavedState SavedState::parse(const void* state, size_t size) {
   require(header.crc == crc32(static_cast<const char*>(state) + sizeof header, size - sizeof header),
           "the state is damaged: its checksum does not match");
   require(header.steps >= 0, "the state has {} steps, must not be negative", header.steps);
-  SavedState saved{.identity_text = cursor.take_text(header.identity_bytes), .steps = header.steps};
-  saved.identity = SavedIdentity::parse(saved.identity_text);
+  SavedState saved(cursor.take_text(header.identity_bytes));
+  saved.steps = header.steps;
   for (uint32_t k = 0; k < header.tensors; ++k) saved.tensors.push_back(take_tensor(cursor));
   require(cursor.left() == 0, "the state has {} bytes after its end", cursor.left());
   return saved;
 }
 
-size_t StateWriter::header_bytes(const std::string& identity) {
-  return sizeof(Header) + identity.size();
-}
-size_t StateWriter::tensor_bytes(const std::string& name) {
-  return sizeof(TensorHeader) + name.size();
-}
-size_t StateWriter::entry_bytes(const std::string& kind, size_t bytes) {
-  return sizeof(EntryHeader) + kind.size() + bytes;
-}
-
-StateWriter::StateWriter(void* state, const std::string& identity)
-    : begin_(static_cast<char*>(state)),
-      at_(begin_ + sizeof(Header)),
-      identity_bytes_(static_cast<uint32_t>(identity.size())) {
-  put(identity.data(), identity.size());
-}
-
-void StateWriter::put(const void* from, size_t bytes) {
-  std::memcpy(at_, from, bytes);
-  at_ += bytes;
+// Returns the ranks whose residuals are in the states, with digests of the residuals.
+std::vector<LoadedResidual> residuals_in(const std::vector<SavedState>& states) {
+  std::vector<LoadedResidual> found;
+  for (const SavedState& state : states) {
+    uint64_t digest = 0;
+    bool zero = true;
+    for (const SavedTensor& tensor : state.tensors) {
+      for (const SavedEntry& e : tensor.entries) {
+        if (e.kind != kResidualKind || e.is_zero()) continue;
+        zero = false;
+        digest = mix(digest, crc32(e.data, e.bytes()));
+      }
+    }
+    if (!zero) found.push_back({state.rank, state.world, digest});
+  }
+  return found;
 }
 
-void StateWriter::add_tensor(int64_t rows, int64_t cols, const std::string& name, size_t entries) {
-  const TensorHeader header{rows, cols, entries, name.size()};
-  put(&header, sizeof header);
-  put(name.data(), name.size());
-  ++tensors_;
+// Removes an entry of tensor `i` from the state. Returns its elements; null: the state has no such entry.
+const char* take_entry(SavedState& state, size_t i, const std::string& kind, DType dtype, int64_t count) {
+  auto& entries = state.tensors[i].entries;
+  const auto entry = std::ranges::find(entries, kind, &SavedEntry::kind);
+  if (entry == entries.end()) return nullptr;
+  require(entry->count == static_cast<uint64_t>(count) && entry->dtype == dtype,
+          "'{}' of '{}' has {} elements of {} in the state, {} of {} in the reducer", kind,
+          state.tensors[i].name, entry->count, name(entry->dtype), count, name(dtype));
+  const char* const data = entry->data;
+  entries.erase(entry);
+  return data;
 }
 
-std::byte* StateWriter::add_entry(DType dtype, int64_t count, const std::string& kind) {
-  EntryHeader entry{{}, static_cast<uint64_t>(count), kind.size()};
-  std::memcpy(entry.dtype, name(dtype), std::strlen(name(dtype)));
-  put(&entry, sizeof entry);
-  put(kind.data(), kind.size());
-  auto* const elements = reinterpret_cast<std::byte*>(at_);
-  at_ += count * bytes_of(dtype);
-  return elements;
+// Removes the residuals of tensor `i` from the states. Returns their sum, which is in `sum` if several states
+// have a residual; null: no state has a residual.
+const char* take_residual(std::vector<SavedState>& states, size_t i, int64_t count, std::vector<float>& sum) {
+  const char* found = nullptr;
+  for (SavedState& state : states) {
+    const char* const data = take_entry(state, i, kResidualKind, DType::f32, count);
+    if (found == nullptr || data == nullptr) {
+      found = found == nullptr ? data : found;
+      continue;
+    }
+    if (sum.empty()) sum = floats(found, count);
+    add_residual(sum, floats(data, count));
+    found = reinterpret_cast<const char*>(sum.data());
+  }
+  return found;
 }
 
-void StateWriter::finish(int64_t steps) {
-  const auto bytes = static_cast<uint64_t>(at_ - begin_);
-  Header header{{}, kVersion, 0, bytes, steps, tensors_, identity_bytes_};
+}  // namespace
+
+std::string ApiReducer::identity() const {
+  CompressionSpec same = spec;
+  same.residual = kFp32;  // residuals are saved as FP32 whatever their format
+  return fmt::format("spec {}; rank {} of {}; {}; seed {}", same.to_string(), comm->communicator->rank(),
+                     comm->communicator->world(), options.average ? "mean" : "sum", options.seed);
+}
+
+void ApiReducer::check_between_steps() const {
+  require(ready_ == 0, "in the middle of a step: {} tensors are ready; finish it with gw_reducer_wait",
+          ready_);
+}
+
+size_t ApiReducer::save_state(void* state, size_t capacity) const {
+  const size_t bytes = write_state(nullptr);
+  if (state == nullptr) return bytes;
+  check_between_steps();
+  require(capacity >= bytes, "capacity is {}, the state needs {}", capacity, bytes);
+  const FinishOnError finish(comm->stream);  // the caller may free `state`
+  return write_state(static_cast<char*>(state));
+}
+
+// Writes the state, unless `state` is null. Returns the size of the state.
+size_t ApiReducer::write_state(char* state) const {
+  size_t bytes = sizeof(Header);
+  // Appends bytes, which the caller fills in if `from` is null. Returns their address.
+  const auto put = [&](const void* from, size_t n) {
+    char* const at = state != nullptr ? state + bytes : nullptr;
+    if (state != nullptr && from != nullptr) std::memcpy(at, from, n);
+    bytes += n;
+    return reinterpret_cast<std::byte*>(at);
+  };
+  const auto put_entry = [&](const std::string& kind, DType dtype, size_t count, const void* elements) {
+    EntryHeader entry{{}, count, kind.size()};
+    std::memcpy(entry.dtype, name(dtype), std::strlen(name(dtype)));
+    put(&entry, sizeof entry);
+    put(kind.data(), kind.size());
+    return put(elements, count * static_cast<size_t>(bytes_of(dtype)));
+  };
+  const std::string text = identity();
+  put(text.data(), text.size());
+  const std::vector<TensorState> all = reducer.tensor_state();
+  auto state_of = all.begin();  // the states of `all` have the order of the tensors
+  for (int i = 0; i < reducer.tensors(); ++i) {
+    const GradientTensor& t = tensors[static_cast<size_t>(i)];
+    const auto end = std::find_if(state_of, all.end(), [i](const TensorState& s) { return s.tensor != i; });
+    const auto unsent = unsent_.find(static_cast<size_t>(i));
+    const bool has_unsent = unsent != unsent_.end();
+    const auto entries = static_cast<uint64_t>(end - state_of) + (has_unsent ? 1 : 0);
+    const TensorHeader header{t.shape[0], cols_of(t), entries, t.name.size()};
+    put(&header, sizeof header);
+    put(t.name.data(), t.name.size());
+    if (has_unsent) put_entry(kResidualKind, DType::f32, unsent->second.size(), unsent->second.data());
+    for (; state_of != end; ++state_of) {
+      const auto count = static_cast<size_t>(state_of->count());
+      std::byte* const to = put_entry(state_of->kind, state_of->dtype, count, nullptr);
+      // The copy runs in stream order, hence after the step. Elements need not be aligned in the state.
+      if (to != nullptr) state_of->read(comm->stream, 0, {to, static_cast<size_t>(state_of->bytes())});
+    }
+  }
+  if (state == nullptr) return bytes;
+  comm->stream.synchronize();
+  Header header{{},
+                kVersion,
+                0,
+                bytes,
+                reducer.steps(),
+                static_cast<uint32_t>(tensors.size()),
+                static_cast<uint32_t>(text.size())};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
-  header.crc = crc32(begin_ + sizeof header, bytes - sizeof header);
-  std::memcpy(begin_, &header, sizeof header);
+  header.crc = crc32(state + sizeof header, bytes - sizeof header);
+  std::memcpy(state, &header, sizeof header);
+  return bytes;
+}
+
+// Parses a state of this run. Returns the state with the tensors in the reducer's order.
+SavedState ApiReducer::read_state(const void* bytes, size_t size) const {
+  SavedState state = parse_state(bytes, size);
+  require(state.run == SavedState(identity()).run, "the state is of another reducer: '{}', this one is '{}'",
+          state.identity, identity());
+  require(state.tensors.size() == tensors.size(), "the state has {} tensors, the reducer {}",
+          state.tensors.size(), tensors.size());
+  std::map<std::string, size_t> index;
+  for (size_t i = 0; i < tensors.size(); ++i) index[tensors[i].name] = i;
+  std::vector<SavedTensor> ordered(tensors.size());
+  for (SavedTensor& t : state.tensors) {
+    const auto found = index.extract(t.name);
+    require(!found.empty(), "tensor '{}' in the state is unknown to the reducer, or a duplicate", t.name);
+    const GradientTensor& ours = tensors[found.mapped()];
+    require(t.rows == ours.shape[0] && t.cols == cols_of(ours),
+            "tensor '{}' is {} x {} in the state, {} x {} in the reducer", t.name, t.rows, t.cols,
+            ours.shape[0], cols_of(ours));
+    ordered[found.mapped()] = std::move(t);
+  }
+  state.tensors = std::move(ordered);
+  return state;
+}
+
+void ApiReducer::load_state(const void* bytes, size_t size) {
+  check_between_steps();
+  SavedState state = read_state(bytes, size);
+  const SavedState ours(identity());
+  require(state.world != ours.world || state.rank == ours.rank,
+          "the state is that of {}, this is {}: give each rank its own", state.place(), ours.place());
+  restore({std::move(state)});
+}
+
+void ApiReducer::load_states(const void* const* states, const size_t* sizes, int32_t n) {
+  check_between_steps();
+  require(n > 0 && states != nullptr && sizes != nullptr, "no states are given");
+  std::map<int, SavedState> by_rank;
+  for (int32_t k = 0; k < n; ++k) {
+    SavedState state = read_state(states[k], sizes[k]);
+    const SavedState& first = by_rank.empty() ? state : by_rank.begin()->second;
+    require(state.world == first.world, "the states are of runs with {} and {} ranks", first.world,
+            state.world);
+    require(state.steps == first.steps, "the states are of steps {} and {}", first.steps, state.steps);
+    const std::string place = state.place();
+    require(by_rank.emplace(state.rank, std::move(state)).second, "two states are of {}", place);
+  }
+  const SavedState ours(identity());
+  const int world = by_rank.begin()->second.world;
+  std::vector<SavedState> mine;
+  for (int r : merged_ranks(ours.rank, ours.world, world)) {
+    const auto found = by_rank.find(r);
+    require(found != by_rank.end(),
+            "{} needs the state that rank {} of {} saved; pass the states of all ranks", ours.place(), r,
+            world);
+    mine.push_back(std::move(found->second));
+  }
+  if (mine.empty()) {  // a new rank starts from the replicated state
+    mine.push_back(std::move(by_rank.begin()->second));
+    for (SavedTensor& tensor : mine[0].tensors) {
+      std::erase_if(tensor.entries, [](const SavedEntry& e) { return e.kind == kResidualKind; });
+    }
+  }
+  restore(std::move(mine));
+}
+
+// Loads the states: all residuals, and the first state's other entries. Checks all states before the first
+// copy, because a rejected state must leave the reducer unchanged.
+void ApiReducer::restore(std::vector<SavedState> states) {
+  const int saved_world = states[0].world, world = comm->communicator->world();
+  std::vector<LoadedResidual> residuals = residuals_in(states);
+  std::vector<const char*> residual_of(tensors.size());  // null: the states have no residual of the tensor
+  std::vector<std::vector<float>> sums(tensors.size());  // to which residual_of may point
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    residual_of[i] = take_residual(states, i, tensors[i].count(), sums[i]);
+  }
+  const std::vector<TensorState> targets = reducer.tensor_state();
+  std::vector<const char*> sources;  // null: the target becomes zero
+  uint64_t factors = 0;              // a digest of the state that is the same on all ranks
+  for (const TensorState& t : targets) {
+    const auto i = static_cast<size_t>(t.tensor);
+    const bool is_residual = t.kind == kResidualKind;
+    const char* from = is_residual ? std::exchange(residual_of[i], nullptr)
+                                   : take_entry(states[0], i, t.kind, t.dtype, t.count());
+    // A world of 1 saves no factors, because it has no codec.
+    require(from != nullptr || is_residual || saved_world == 1, "the state has no '{}' of '{}'", t.kind,
+            tensors[i].name);
+    if (!is_loaded(t.kind, t.same_on_all_ranks, saved_world, world)) from = nullptr;
+    sources.push_back(from);
+    if (t.same_on_all_ranks && from != nullptr) {
+      factors = mix(factors, crc32(from, static_cast<size_t>(t.bytes())));
+    }
+  }
+  std::map<size_t, std::vector<float>> unsent = check_rest(states, residual_of);
+
+  const FinishOnError finish(comm->stream);  // the caller may free the states
+  for (size_t k = 0; k < targets.size(); ++k) {
+    if (sources[k] != nullptr || !targets[k].same_on_all_ranks) targets[k].clear(comm->stream);
+  }
+  for (size_t k = 0; k < targets.size(); ++k) {
+    if (sources[k] == nullptr) continue;
+    const auto* from = reinterpret_cast<const std::byte*>(sources[k]);
+    targets[k].write(comm->stream, 0, {from, static_cast<size_t>(targets[k].bytes())});
+  }
+  comm->stream.synchronize();
+  unsent_ = std::move(unsent);
+  first_step_ = states[0].steps;
+  reducer.resume_at(first_step_);
+  loaded_.call.what = fmt::format("{} continues from a loaded state of step {}, factors {:08x}", options.name,
+                                  first_step_, factors >> 32);
+  loaded_.call.hash = mix(0x6c6f6164, loaded_.call.what);
+  loaded_.residuals = std::move(residuals);
+  loaded_.unannounced = true;
+}
+
+// Returns the residuals for unsent_ among the residuals that no codec takes. Throws BadInput if other entries
+// remain in the states. With an FP32 format a dense tensor has a residual, always zero, only if its bucket
+// also holds a matrix. So zeros may remain.
+std::map<size_t, std::vector<float>> ApiReducer::check_rest(const std::vector<SavedState>& states,
+                                                            const std::vector<const char*>& residuals) const {
+  constexpr const char* kStateOnly = "'{}' has a '{}' in the state only";
+  const int world = comm->communicator->world();
+  std::map<size_t, std::vector<float>> unsent;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto count = static_cast<uint64_t>(tensors[i].count());
+    if (residuals[i] == nullptr || SavedEntry{kResidualKind, DType::f32, count, residuals[i]}.is_zero()) {
+      continue;
+    }
+    // Without buckets, in a world of 1, no codec holds residuals.
+    require(reducer.buckets() == 0, kStateOnly, tensors[i].name, kResidualKind);
+    unsent[i] = floats(residuals[i], tensors[i].count());
+  }
+  for (const SavedState& state : states) {
+    for (size_t i = 0; i < state.tensors.size(); ++i) {
+      for (const SavedEntry& e : state.tensors[i].entries) {
+        if ((state.world != world || world == 1) && e.kind != kResidualKind) continue;
+        require(e.is_zero(), kStateOnly, tensors[i].name, e.kind);
+      }
+    }
+  }
+  return unsent;
+}
+
+void ApiReducer::announce_loaded_state() {
+  if (!loaded_.unannounced) return;
+  loaded_.unannounced = false;
+  if (comm->communicator->world() == 1) return;
+  comm->communicator->transport().begin_call(comm->stream, loaded_.call);
+  refuse_residuals_loaded_twice();
+}
+
+// Fails the group if two ranks have loaded the residual of the same rank. Collective; blocks the caller.
+void ApiReducer::refuse_residuals_loaded_twice() const {
+  Transport& transport = comm->communicator->transport();
+  const std::string what = "comparing the states that ranks have loaded";
+  size_t most = 0;
+  for (const auto& count :
+       all_gather(transport, comm->stream, {static_cast<double>(loaded_.residuals.size())}, what)) {
+    most = std::max(most, static_cast<size_t>(count[0]));
+  }
+  constexpr size_t kNumbers = 3;  // world (0: no residual), rank, digest
+  std::vector<double> numbers;
+  for (const LoadedResidual& r : loaded_.residuals) {
+    numbers.insert(numbers.end(), {static_cast<double>(r.world), static_cast<double>(r.rank),
+                                   static_cast<double>(r.digest >> 11)});
+  }
+  numbers.resize(most * kNumbers);
+  const auto all = all_gather(transport, comm->stream, numbers, what);
+  std::map<std::tuple<double, double, double>, size_t> loaded_by;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    for (size_t at = 0; at < all[rank].size(); at += kNumbers) {
+      const double* r = all[rank].data() + at;
+      if (r[0] == 0) continue;
+      const auto [other, added] = loaded_by.emplace(std::tuple(r[0], r[1], r[2]), rank);
+      if (added) continue;
+      const std::string text = fmt::format(
+          "{}: ranks {} and {} have both loaded the residual that rank {} of {} saved, which would be sent "
+          "twice; load each state on one rank, and on a new rank with gw_reducer_state_load_ranks()",
+          options.name, other->second, rank, r[1], r[0]);
+      transport.abort(text);
+      throw CommError("rank {}: {}", transport.rank(), text);
+    }
+  }
+}
+
+void ApiReducer::add_unsent(int32_t tensor, const Stream& stream) {
+  const auto unsent = unsent_.find(static_cast<size_t>(tensor));
+  if (unsent == unsent_.end()) return;
+  const DType dtype = tensors[unsent->first].dtype;
+  const int64_t count = tensors[unsent->first].count();
+  const auto bytes = static_cast<size_t>(count * bytes_of(dtype));
+  void* const gradient = reducer.gradient(tensor);
+  const Stream host = Stream::immediate_host();
+  std::vector<std::byte> narrowed(dtype == DType::f32 ? 0 : bytes);
+  std::vector<float> values(static_cast<size_t>(count));
+  void* const copied = dtype == DType::f32 ? static_cast<void*>(values.data()) : narrowed.data();
+  copy(stream, copied, gradient, bytes);
+  stream.synchronize();
+  if (dtype != DType::f32) widen(host, dtype, copied, values.data(), count);
+  for (size_t i = 0; i < values.size(); ++i) values[i] += unsent->second[i];
+  if (dtype != DType::f32) narrow(host, dtype, values.data(), copied, count);
+  copy(stream, gradient, copied, bytes);
+  stream.synchronize();
+  unsent_.erase(unsent);
 }
 
 }  // namespace gradwire::c_api
