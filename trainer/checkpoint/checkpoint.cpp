@@ -14,10 +14,7 @@
 
 #include "collectives/agreement/statements.h"
 #include "runtime/device/device_cuda.h"
-#include "runtime/util/error.h"
-#include "runtime/util/file.h"
 #include "trainer/checkpoint/folder.h"
-#include "trainer/checkpoint/safetensors.h"
 #include "trainer/log/records.h"
 
 namespace gradwire {
@@ -69,8 +66,11 @@ bool write(const Stream& stream, SafetensorsWriter& file, const std::vector<Piec
   return finite;
 }
 
-[[noreturn]] void refuse_as_damaged(const SafetensorsReader& file, const std::string& what) {
-  throw BadInput(fmt::format("{}: damaged: {}", file.path(), what));
+// Throws BadInput unless `sound`: "FILE: damaged: TEXT".
+template <typename... Args>
+void require_sound(bool sound, const SafetensorsReader& file, fmt::format_string<Args...> text,
+                   Args&&... args) {
+  require(sound, "{}: damaged: {}", file.path(), sound ? "" : fmt::format(text, std::forward<Args>(args)...));
 }
 
 // Loads a tensor. Requires that `tensor` has the length of its pieces.
@@ -149,24 +149,13 @@ void check_names(const SafetensorsReader& file, const std::vector<VitParameter>&
   add("missing", missing);
   add("unexpected", unexpected);
   add("wrong shape or type", misshaped);
-  if (!why.empty()) throw BadInput(fmt::format("{}: not the weights of this model{}", file.path(), why));
+  require(why.empty(), "{}: not the weights of this model{}", file.path(), why);
 }
 
 Json about_file(const RankState& rank, const TrainConfig& config, const Position& position) {
   // The reducer's constructor has measured the costs if there is a choice, so this call does not measure.
   const LinkCosts& links = rank.comm.link_costs(rank.stream, {.kind = config.compression.schedule});
   return about_file(config, position, rank.comm.rank(), links.measured ? &links : nullptr);
-}
-
-std::string random_id() {
-  std::random_device random;
-  return fmt::format("{:08x}{:08x}", random(), random());
-}
-
-// Returns rank 0's id. Collective.
-std::string agreed_id(const RankState& rank, std::string id) {
-  id.resize(16);
-  return all_gather_bytes(rank.comm.transport(), rank.stream, id, "a checkpoint's id")[0];
 }
 
 std::unique_ptr<SafetensorsWriter> create_file(const std::string& path, const Json& about,
@@ -194,46 +183,38 @@ void append_entries(std::vector<Entry>& entries, const std::vector<VitParameter>
   for (const VitParameter& p : parameters) entries.push_back({prefix + p.name, p.shape});
 }
 
-// The files that can contain parts of several ranks. Rank 0 creates and finishes these files.
-struct CommonFiles {
-  std::unique_ptr<SafetensorsWriter> weights, state;
-
-  std::vector<SafetensorsWriter*> all() const { return {weights.get(), state.get()}; }
-  // Returns the SafetensorsWriter::Written of each file, as numbers for all_gather().
-  std::vector<double> written() const {
-    std::vector<double> numbers;
-    for (const SafetensorsWriter* file : all()) {
-      const SafetensorsWriter::Written part =
-          file != nullptr ? file->written() : SafetensorsWriter::Written{};
-      numbers.push_back(static_cast<double>(part.bytes));
-      numbers.push_back(part.crc);
-    }
-    return numbers;
-  }
-  void finish(const std::vector<std::vector<double>>& written) const {
-    for (size_t f = 0; f < all().size(); ++f) {
-      SafetensorsWriter::Written by_others;
-      for (size_t rank = 1; rank < written.size(); ++rank) {
-        by_others +=
-            {static_cast<uint64_t>(written[rank][2 * f]), static_cast<uint32_t>(written[rank][2 * f + 1])};
-      }
-      all()[f]->finish(by_others);
-    }
-  }
-};
+// The files that can contain parts of several ranks: the weights and rank 0's state. Rank 0 creates and
+// finishes these files. Empty on ranks that write no part.
+using CommonFiles = std::vector<std::unique_ptr<SafetensorsWriter>>;
 
 CommonFiles create_common_files(const RankState& rank, const Json& about, const std::string& folder) {
   std::vector<Entry> weights, state;
   append_entries(weights, rank.parameters, "");
   for (const FlatState& moment : rank.moments) append_entries(state, rank.parameters, prefix_of(moment));
   append_entries(state, own_state(rank));
-  return {create_file(weights_path(folder), about, weights),
-          create_file(state_path(folder, 0, rank.comm.world()), about, state)};
+  CommonFiles files;
+  files.push_back(create_file(weights_path(folder), about, weights));
+  files.push_back(create_file(state_path(folder, 0, rank.comm.world()), about, state));
+  return files;
 }
 
-CommonFiles open_common_files(const RankState& rank, const std::string& folder) {
-  return {std::make_unique<SafetensorsWriter>(weights_path(folder)),
-          std::make_unique<SafetensorsWriter>(state_path(folder, 0, rank.comm.world()))};
+// Finishes the common files with the parts of all ranks. Returns whether all ranks' values are `finite`.
+// Collective.
+bool finish_common_files(const RankState& rank, const CommonFiles& files, bool finite) {
+  std::vector<double> mine{finite ? 1.0 : 0.0};
+  for (size_t f = 0; f < 2; ++f) {
+    const auto part = f < files.size() ? files[f]->written() : SafetensorsWriter::Written{};
+    mine.insert(mine.end(), {static_cast<double>(part.bytes), static_cast<double>(part.crc)});
+  }
+  const auto all = all_gather(rank.comm.transport(), rank.stream, mine, "the parts of a checkpoint");
+  for (size_t f = 0; rank.comm.rank() == 0 && f < files.size(); ++f) {
+    SafetensorsWriter::Written by_others;
+    for (size_t r = 1; r < all.size(); ++r) {
+      by_others += {static_cast<uint64_t>(all[r][2 * f + 1]), static_cast<uint32_t>(all[r][2 * f + 2])};
+    }
+    files[f]->finish(by_others);
+  }
+  return std::all_of(all.begin(), all.end(), [](const auto& part) { return part[0] != 0; });
 }
 
 }  // namespace
@@ -246,28 +227,33 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
   std::optional<NewCheckpoint> checkpoint;
   CommonFiles common;
   Json about = about_file(rank, config, position);
+  std::string id(16, ' ');
   if (leads) {
-    about["id"] = random_id();
+    std::random_device random;
+    id = fmt::format("{:08x}{:08x}", random(), random());
+    about["id"] = id;
     checkpoint.emplace(directory, position.step);
     common = create_common_files(rank, about, folder);
   }
   // Waits until rank 0 has created the folder and its common files.
-  about["id"] = agreed_id(rank, about.value("id", ""));
+  about["id"] = all_gather_bytes(rank.comm.transport(), rank.stream, id, "a checkpoint's id")[0];
 
   bool finite = true;
   SavedCheckpoint saved{.path = NewCheckpoint::final_path(directory, position.step)};
   try {
-    if (!leads && rank.divided) common = open_common_files(rank, folder);
-    if (common.weights) {
-      finite = write(rank.stream, *common.weights, pieces_of(rank.weights, rank, "")) && finite;
-      finite = write(rank.stream, *common.state, moment_pieces(rank)) && finite;
+    if (!leads && rank.divided) {
+      for (const std::string& path : {weights_path(folder), state_path(folder, 0, rank.comm.world())}) {
+        common.push_back(std::make_unique<SafetensorsWriter>(path));
+      }
+    }
+    if (!common.empty()) {
+      finite = write(rank.stream, *common[0], pieces_of(rank.weights, rank, "")) && finite;
+      finite = write(rank.stream, *common[1], moment_pieces(rank)) && finite;
     }
     if (leads) {
-      finite = write(rank.stream, *common.state, own_state(rank)) && finite;
+      finite = write(rank.stream, *common[1], own_state(rank)) && finite;
     } else {
-      for (SafetensorsWriter* file : common.all()) {
-        if (file != nullptr) file->close();
-      }
+      for (const auto& file : common) file->close();
       std::vector<Entry> entries;
       append_entries(entries, own_state(rank));
       const auto own = create_file(state_path(folder, rank.comm.rank(), rank.comm.world()), about, entries);
@@ -278,18 +264,13 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
   } catch (const Error& error) {
     if (leads) throw;
     throw Error(
-        fmt::format("{}; rank 0 makes this folder, and every rank writes to it: with several machines, "
-                    "--checkpoint must be on a shared file system",
-                    error.what()));
+        "{}; rank 0 makes this folder, and every rank writes to it: with several machines, --checkpoint must "
+        "be on a shared file system",
+        error.what());
   }
-  std::vector<double> mine = common.written();
-  mine.push_back(finite ? 1 : 0);
-  const auto written = all_gather(rank.comm.transport(), rank.stream, mine, "the parts of a checkpoint");
-  if (leads) common.finish(written);
-  for (const SafetensorsWriter* file : common.all())
-    saved.bytes += file != nullptr ? file->written().bytes : 0;
+  finite = finish_common_files(rank, common, finite);
+  for (const auto& file : common) saved.bytes += file->written().bytes;
   rank.comm.barrier();  // returns when all ranks' files are on disk
-  finite = std::all_of(written.begin(), written.end(), [](const auto& part) { return part.back() != 0; });
   if (checkpoint) checkpoint->commit(config.checkpoint_keep, finite);
   return saved;
 }
@@ -306,11 +287,10 @@ void check_moments(const RankState& rank, const SafetensorsReader& file) {
     for (const VitParameter& p : rank.parameters) {
       const std::string name = prefix_of(moment) + p.name;
       const Tensor* tensor = file.find(name);
-      if (tensor == nullptr) refuse_as_damaged(file, fmt::format("'{}' is missing", name));
-      if (tensor->shape != p.shape || tensor->dtype != "F32") {
-        refuse_as_damaged(file, fmt::format("'{}' is {} of {}, expected {} of F32", name,
-                                            shape_text(tensor->shape), tensor->dtype, shape_text(p.shape)));
-      }
+      require_sound(tensor != nullptr, file, "'{}' is missing", name);
+      require_sound(tensor->shape == p.shape && tensor->dtype == "F32", file,
+                    "'{}' is {} of {}, expected {} of F32", name, shape_text(tensor->shape), tensor->dtype,
+                    shape_text(p.shape));
     }
   }
 }
@@ -319,9 +299,8 @@ void check_moments(const RankState& rank, const SafetensorsReader& file) {
 void add_saved_residual(const SafetensorsReader& file, const VitParameter& p, std::vector<float>& sum) {
   const Tensor* tensor = file.find(fmt::format("{}.{}", kResidualKind, p.name));
   if (tensor == nullptr) return;
-  if (tensor->shape != p.shape || tensor->dtype != "F32") {
-    refuse_as_damaged(file, fmt::format("'{}' has another shape or type", tensor->name));
-  }
+  require_sound(tensor->shape == p.shape && tensor->dtype == "F32", file, "'{}' has another shape or type",
+                tensor->name);
   std::vector<float> values(static_cast<size_t>(tensor->elements));
   file.read(*tensor, 0, values);
   add_residual(sum, values);
@@ -385,9 +364,8 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
     const bool fits =
         tensor != nullptr && tensor->dtype == name(state.dtype) && tensor->elements == state.count();
     // Without state of the same codec, the codec keeps its initial state.
-    if (same_codec && head.world > 1 && !fits) {
-      refuse_as_damaged(file, fmt::format("'{}' is missing or has another shape or type", piece.tensor));
-    }
+    require_sound(fits || !same_codec || head.world == 1, file,
+                  "'{}' is missing or has another shape or type", piece.tensor);
     if (fits) load(rank.stream, file, *tensor, piece);
   };
   for (const TensorState& state : states) {
@@ -400,9 +378,8 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
     const SafetensorsReader& file = *files.back();
     file.verify(true);
     check_same_checkpoint(head, file);
-    if (const Json of = about_of(file)["rank"]; of != from) {
-      refuse_as_damaged(file, fmt::format("it is the state of rank {}", of.dump()));
-    }
+    const Json of = about_of(file)["rank"];
+    require_sound(of == from, file, "it is the state of rank {}", of.dump());
     for (const TensorState& state : states) {
       const bool mine = !state.same_on_all_ranks && state.kind != kResidualKind;
       if (mine && head.world == world) restore_state(file, state);
@@ -468,8 +445,7 @@ void GradientDump::write() const {
 void GradientDump::write_file(const std::string& path) const {
   std::error_code error;
   std::filesystem::create_directories(config_.gradients_directory, error);
-  if (error)
-    throw Error(fmt::format("{}: cannot be created: {}", config_.gradients_directory, error.message()));
+  require<Error>(!error, "{}: cannot be created: {}", config_.gradients_directory, error.message());
   std::vector<SafetensorsWriter::Entry> entries;
   for (const VitParameter& parameter : parameters_) entries.push_back({parameter.name, parameter.shape});
   const nlohmann::ordered_json about{{"gradients_of_step", config_.gradients_step},

@@ -12,10 +12,7 @@
 #include <cstring>
 #include <filesystem>
 
-#include "runtime/util/error.h"
-#include "runtime/util/file.h"
 #include "runtime/util/parse.h"
-#include "trainer/checkpoint/safetensors.h"
 
 namespace gradwire {
 namespace {
@@ -58,25 +55,20 @@ Listing list(const std::string& directory) {
       listing.unfinished.push_back(it->path().string());
     }
   }
-  if (error) throw BadInput(fmt::format("{}: its files cannot be listed: {}", directory, error.message()));
+  require(!error, "{}: its files cannot be listed: {}", directory, error.message());
   std::sort(listing.checkpoints.rbegin(), listing.checkpoints.rend());
   std::sort(listing.unfinished.begin(), listing.unfinished.end());
   return listing;
 }
 
 [[noreturn]] void fail(const std::string& what, int error) {
-  throw Error(fmt::format("{}: {}", what, std::strerror(error)));
+  throw Error("{}: {}", what, std::strerror(error));
 }
 
 // Makes the entries of a folder durable.
 void sync_folder(const std::string& path) {
   const FileDescriptor folder(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if ((!folder || fsync(folder.fd()) != 0) && !is_unsupported(errno)) fail(path + ": fsync failed", errno);
-}
-
-void rename_folder(const std::string& from, const std::string& to) {
-  if (std::rename(from.c_str(), to.c_str()) != 0)
-    fail(fmt::format("{}: renaming to {} failed", from, to), errno);
 }
 
 // Throws BadInput if the file system lacks an operation that checkpoints need, so that a run ends before its
@@ -90,13 +82,9 @@ void check_operations(const std::string& directory) {
   const std::string why = std::strerror(errno);
   std::error_code ignored;
   for (const std::string& path : {probe, renamed}) fs::remove_all(path, ignored);
-  if (done) return;
-  throw BadInput(fmt::format("--checkpoint {}: its file system cannot {}: {}; name a folder elsewhere",
-                             directory,
-                             sized     ? "rename folders"
-                             : created ? "set the size of a file"
-                                       : "create folders",
-                             why));
+  const char* const cannot = sized ? "rename folders" : created ? "set the size of a file" : "create folders";
+  require(done, "--checkpoint {}: its file system cannot {}: {}; name a folder elsewhere", directory, cannot,
+          why);
 }
 
 // Removes a checkpoint. Returns the reason for a failure, or "". A partly removed checkpoint must not look
@@ -156,10 +144,8 @@ int checkpoint_world(const std::string& checkpoint) {
 FoundCheckpoint find_checkpoint(const std::string& directory) {
   FoundCheckpoint found;
   std::error_code error;
-  if (!fs::is_directory(directory, error)) {
-    throw BadInput(
-        fmt::format("{}: {}", directory, fs::exists(directory, error) ? "not a folder" : "no such folder"));
-  }
+  require(fs::is_directory(directory, error), "{}: {}", directory,
+          fs::exists(directory, error) ? "not a folder" : "no such folder");
   if (checkpoint_world(directory) > 0) {
     found.path = directory;
     return found;
@@ -190,21 +176,20 @@ void check_output_directory(const std::string& flag, const std::string& director
   fs::path existing = fs::absolute(directory);
   std::error_code ignored;
   while (!fs::exists(existing, ignored) && existing.has_relative_path()) existing = existing.parent_path();
-  if (!fs::is_directory(existing, ignored)) {
-    throw BadInput(fmt::format("{} {}: {} is not a folder", flag, directory, existing.string()));
-  }
+  require(fs::is_directory(existing, ignored), "{} {}: {} is not a folder", flag, directory,
+          existing.string());
   const bool lists = flag == "--checkpoint" && fs::exists(directory, ignored);
   for (const auto& [mode, what] : {std::pair{W_OK | X_OK, "written to"}, {lists ? R_OK : F_OK, "listed"}}) {
-    if (access(existing.c_str(), mode) == 0) continue;
-    throw BadInput(fmt::format("{} {}: {} cannot be {}: {}", flag, directory, existing.string(), what,
-                               std::strerror(errno)));
+    const bool can = access(existing.c_str(), mode) == 0;
+    require(can, "{} {}: {} cannot be {}: {}", flag, directory, existing.string(), what,
+            std::strerror(errno));
   }
 }
 
 FolderLock::FolderLock(const std::string& directory, bool displaces) {
   std::error_code error;
   fs::create_directories(directory, error);
-  if (error) throw Error(fmt::format("{}: cannot be created: {}", directory, error.message()));
+  require<Error>(!error, "{}: cannot be created: {}", directory, error.message());
   if (!displaces) check_operations(directory);
   const std::string path = directory + "/lock";
   if (displaces) fs::remove(path, error);  // the holder keeps an unlinked file
@@ -219,9 +204,8 @@ FolderLock::FolderLock(const std::string& directory, bool displaces) {
       return;
     }
     [[maybe_unused]] const ssize_t read = pread(fd, text, sizeof text - 1, 0);
-    throw BadInput(
-        fmt::format("--checkpoint {}: another run writes there{}{}; stop it, or give this run another folder",
-                    directory, text[0] == 0 ? "" : ": ", text));
+    throw BadInput("--checkpoint {}: another run writes there{}{}; stop it, or give this run another folder",
+                   directory, text[0] == 0 ? "" : ": ", text);
   }
   char host[256] = {};
   gethostname(host, sizeof host - 1);
@@ -241,14 +225,12 @@ NewCheckpoint::NewCheckpoint(const std::string& directory, int64_t step)
     : directory_(directory), step_(step) {
   std::error_code error;
   fs::create_directories(directory_, error);
-  if (error) throw Error(fmt::format("{}: cannot be created: {}", directory_, error.message()));
+  require<Error>(!error, "{}: cannot be created: {}", directory_, error.message());
   for (const std::string& path : list(directory_).unfinished) remove_or_warn(path);
   const std::string path = temporary_path(directory_, step_);
-  if (!fs::create_directory(path, error) || error) {
-    throw Error(
-        fmt::format("{}: cannot be created: {}", path,
-                    error ? error.message() : "it exists already; remove it, or name another folder"));
-  }
+  const bool created = fs::create_directory(path, error);
+  require<Error>(created && !error, "{}: cannot be created: {}", path,
+                 error ? error.message() : "it exists already; remove it, or name another folder");
 }
 
 void NewCheckpoint::commit(int keep, bool finite) {
@@ -260,7 +242,9 @@ void NewCheckpoint::commit(int keep, bool finite) {
   std::error_code ignored;
   // A folder with this name is incomplete or not finite; otherwise the run would have resumed from it.
   fs::remove_all(to, ignored);
-  rename_folder(from, to);
+  if (std::rename(from.c_str(), to.c_str()) != 0) {
+    fail(fmt::format("{}: renaming to {} failed", from, to), errno);
+  }
   sync_folder(directory_);
   int kept = 0;
   bool keeps_finite = false;

@@ -4,7 +4,6 @@
 
 #include <utility>
 
-#include "runtime/util/error.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/log/records.h"
 
@@ -69,29 +68,24 @@ Json about_file(const TrainConfig& config, const Position& at, int rank, const L
 }
 
 Json about_of(const SafetensorsReader& file) {
-  auto refuse = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}", file.path(), why)); };
   const auto text = file.metadata().find(kAboutKey);
-  if (text == file.metadata().end()) refuse("not written by gradwire as a checkpoint's state");
+  require(text != file.metadata().end(), "{}: not written by gradwire as a checkpoint's state", file.path());
   Json about = parse_json(text->second);
-  if (!about.is_object()) refuse("damaged: its metadata cannot be parsed");
+  require(about.is_object(), "{}: damaged: its metadata cannot be parsed", file.path());
   for (const char* key : {"version", "step", "epoch", "images", "rank", "world"}) {
-    if (!about.contains(key) || !about[key].is_number_unsigned()) {
-      refuse(fmt::format("damaged: its metadata has no {}", key));
-    }
+    require(about.value(key, Json()).is_number_unsigned(), "{}: damaged: its metadata has no {}", file.path(),
+            key);
   }
-  if (about["version"] != kVersion) {
-    refuse(fmt::format("has version {}; this build reads version {}", about["version"].dump(), kVersion));
-  }
-  if (!about.contains("config") || !about["config"].is_object() || !about.contains("compression") ||
-      !about["compression"].is_string()) {
-    refuse("damaged: its metadata has no configuration");
-  }
+  require(about["version"] == kVersion, "{}: has version {}; this build reads version {}", file.path(),
+          about["version"].dump(), kVersion);
+  require(about.value("config", Json()).is_object() && about.value("compression", Json()).is_string(),
+          "{}: damaged: its metadata has no configuration", file.path());
   return about;
 }
 
 CheckpointHead read_head(const std::string& checkpoint) {
   const int world = checkpoint_world(checkpoint);
-  if (world == 0) throw BadInput(fmt::format("{}: not a complete checkpoint", checkpoint));
+  require(world != 0, "{}: not a complete checkpoint", checkpoint);
   const SafetensorsReader file(state_path(checkpoint, 0, world));
   const Json about = about_of(file);
   auto number = [&](const char* key) { return about[key].get<int64_t>(); };
@@ -103,13 +97,11 @@ CheckpointHead read_head(const std::string& checkpoint) {
                       .links = links_of(about.value("links", Json())),
                       .config = about["config"].dump(),
                       .parts = shared_part(about).dump()};
-  if (number("world") != world || number("rank") != 0) {
-    throw BadInput(fmt::format("{}: the file contains rank {} of {}, which contradicts its name", file.path(),
-                               about["rank"].dump(), about["world"].dump()));
-  }
-  if (head.position.step < 0 || head.position.epoch < 0 || head.position.images < 0) {
-    throw BadInput(fmt::format("{}: damaged: step, epoch or images is negative", file.path()));
-  }
+  require(number("world") == world && number("rank") == 0,
+          "{}: the file contains rank {} of {}, which contradicts its name", file.path(),
+          about["rank"].dump(), about["world"].dump());
+  require(head.position.step >= 0 && head.position.epoch >= 0 && head.position.images >= 0,
+          "{}: damaged: step, epoch or images is negative", file.path());
   check_same_checkpoint(head, SafetensorsReader(weights_path(checkpoint)));
   return head;
 }
@@ -117,11 +109,10 @@ CheckpointHead read_head(const std::string& checkpoint) {
 void check_same_checkpoint(const CheckpointHead& head, const SafetensorsReader& file) {
   const Json current = Json::parse(head.parts), saved = shared_part(about_of(file));
   for (const auto& [key, value] : current.items()) {
-    if (saved[key] == value) continue;
-    throw BadInput(fmt::format(
-        "{}: the file is from another checkpoint than {}: {} is {}, not {}; restore the folder, or remove "
-        "the folder and resume from the previous checkpoint",
-        file.path(), state_path(head.path, 0, head.world), key, saved[key].dump(), value.dump()));
+    require(saved[key] == value,
+            "{}: the file is from another checkpoint than {}: {} is {}, not {}; restore the folder, or "
+            "remove the folder and resume from the previous checkpoint",
+            file.path(), state_path(head.path, 0, head.world), key, saved[key].dump(), value.dump());
   }
 }
 
@@ -138,25 +129,21 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
     if (buffer_differs || setting.effect == Setting::Effect::state) {
       // A checkpoint without the key: shows the whole model.
       const std::string shown = was.is_null() ? key.substr(0, key.find('.')) : key;
-      throw BadInput(fmt::format(
+      throw BadInput(
           "--resume {}: the checkpoint has {} {}, this run {}; to load only the weights, use --init",
           head.path, shown, was.is_null() ? saved.value(shown, Json()).dump() : was.dump(),
-          was.is_null() ? current.value(shown, Json()).dump() : now.dump()));
+          was.is_null() ? current.value(shown, Json()).dump() : now.dump());
     }
     differences.push_back(fmt::format("{} {}, now {}", key, was.dump(), now.dump()));
   }
-  if (head.position.step > config.steps) {
-    throw BadInput(fmt::format(
-        "--resume {}: the checkpoint is at step {}, the run ends at {}; give more --steps or --epochs",
-        head.path, head.position.step, config.steps));
-  }
+  require(head.position.step <= config.steps,
+          "--resume {}: the checkpoint is at step {}, the run ends at {}; give more --steps or --epochs",
+          head.path, head.position.step, config.steps);
   const Json shard = saved.value("shard", Json("none"));
-  if (shard != "none" && shard != "optimizer") {
-    throw BadInput(fmt::format(
-        "--resume {}: the checkpoint has shard {}, expected \"none\" or \"optimizer\"; to load only the "
-        "weights, use --init",
-        head.path, shard.dump()));
-  }
+  require(shard == "none" || shard == "optimizer",
+          "--resume {}: the checkpoint has shard {}, expected \"none\" or \"optimizer\"; to load only the "
+          "weights, use --init",
+          head.path, shard.dump());
   // An allreduce encodes the sum, but a reduce-scatter does not. In an exact format the results are equal.
   if (shard != current["shard"] && !config.compression.wire->exact)
     differences.push_back(fmt::format("shard {}, now {}", shard.dump(), current["shard"].dump()));

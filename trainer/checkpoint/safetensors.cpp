@@ -15,8 +15,6 @@
 #include <optional>
 #include <unordered_set>
 
-#include "runtime/util/error.h"
-#include "runtime/util/file.h"
 #include "runtime/util/parse.h"
 #include "trainer/data/dataset.h"
 
@@ -31,20 +29,11 @@ using SortedJson = nlohmann::json;
 static_assert(std::endian::native == std::endian::little, "tensors are written in memory order");
 
 constexpr uint64_t kMostHeaderBytes = 100'000'000;  // limit of the format
+constexpr const char* kWrittenOf = "{}: {} bytes written, the header declares {}";
 const std::string kChecksumKey = "\"crc32\":\"";
 const std::string kNoDigits = "00000000";
 
-uint32_t crc_of(uint32_t crc, const void* data, size_t bytes) {
-  const auto* at = static_cast<const unsigned char*>(data);
-  while (bytes > 0) {  // zlib takes lengths of 32 bits
-    const auto part = static_cast<uInt>(std::min<size_t>(bytes, size_t{1} << 30));
-    crc = static_cast<uint32_t>(crc32(crc, at, part));
-    at += part, bytes -= part;
-  }
-  return crc;
-}
-
-std::string hex8(uint32_t value) {
+std::string hex8(uLong value) {
   return fmt::format("{:08x}", value);
 }
 
@@ -68,9 +57,7 @@ SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::strin
   std::unordered_set<std::string> names;
   uint64_t offset = 0;
   for (const Entry& entry : entries) {
-    if (!names.insert(entry.name).second) {
-      throw Error(fmt::format("{}: two tensors named '{}'", path_, entry.name));
-    }
+    require<Error>(names.insert(entry.name).second, "{}: two tensors named '{}'", path_, entry.name);
     const auto bytes = static_cast<uint64_t>(element_count(entry.shape) * bytes_of(entry.dtype));
     header.push_back({entry.name, Json{{"dtype", name(entry.dtype)},
                                        {"shape", entry.shape},
@@ -104,25 +91,19 @@ SafetensorsWriter::SafetensorsWriter(std::string path)
   end_ = header.file_bytes();
 }
 
-void SafetensorsWriter::write(std::span<const std::byte> values) {
-  put(values.data(), values.size_bytes());
-}
-
 void SafetensorsWriter::seek(const std::string& tensor, uint64_t first) {
   const auto begin = begins_.find(tensor);
-  if (begin == begins_.end()) throw Error(fmt::format("{}: has no tensor '{}'", path_, tensor));
+  require<Error>(begin != begins_.end(), "{}: has no tensor '{}'", path_, tensor);
   at_ = begin->second + first;
 }
 
 // Adds data to the CRC. The CRC of the whole data is the sum in GF(2) of the CRCs of the parts, each shifted
 // by the number of bytes after the part.
 void SafetensorsWriter::put(const void* data, size_t bytes) {
-  if (at_ + bytes > end_) {
-    throw Error(fmt::format("{}: {} bytes written, the header declares {}", path_, at_ + bytes, end_));
-  }
+  require<Error>(at_ + bytes <= end_, kWrittenOf, path_, at_ + bytes, end_);
   const uint64_t after = end_ - at_ - bytes;
-  written_ +=
-      {bytes, static_cast<uint32_t>(crc32_combine(crc_of(0, data, bytes), 0, static_cast<z_off_t>(after)))};
+  const uLong crc = crc32_z(0, static_cast<const Bytef*>(data), bytes);
+  written_ += {bytes, static_cast<uint32_t>(crc32_combine(crc, 0, static_cast<z_off_t>(after)))};
   const char* from = static_cast<const char*>(data);
   while (bytes > 0) {
     const ssize_t done = pwrite(file_.fd(), from, bytes, static_cast<off_t>(at_));
@@ -139,9 +120,7 @@ void SafetensorsWriter::close() {
 void SafetensorsWriter::finish(const Written& by_others) {
   Written all = written_;
   all += by_others;
-  if (all.bytes != end_) {
-    throw Error(fmt::format("{}: {} bytes written, the header declares {}", path_, all.bytes, end_));
-  }
+  require<Error>(all.bytes == end_, kWrittenOf, path_, all.bytes, end_);
   const std::string digits = hex8(all.crc);
   if (pwrite(file_.fd(), digits.data(), digits.size(), static_cast<off_t>(crc_digits_at_)) !=
       static_cast<ssize_t>(digits.size())) {
@@ -151,13 +130,13 @@ void SafetensorsWriter::finish(const Written& by_others) {
 }
 
 void SafetensorsWriter::fail() const {
-  throw Error(fmt::format("{}: writing failed: {}", path_, std::strerror(errno)));
+  throw Error("{}: writing failed: {}", path_, std::strerror(errno));
 }
 
 SafetensorsReader::SafetensorsReader(std::string path)
     : path_(std::move(path)), file_(open_regular_file(path_)) {
   struct stat status {};
-  if (fstat(file_.fd(), &status) != 0) refuse(std::strerror(errno));
+  if (fstat(file_.fd(), &status) != 0) refuse("{}", std::strerror(errno));
   file_bytes_ = static_cast<uint64_t>(status.st_size);
   read_header();
 }
@@ -190,7 +169,7 @@ void SafetensorsReader::read_header() {
     if (name == "__metadata__") {
       if (!value.is_object()) refuse("__metadata__ is not an object");
       for (const auto& [key, text] : value.items()) {
-        if (!text.is_string()) refuse(fmt::format("metadata '{}' is not a string", key));
+        if (!text.is_string()) refuse("metadata '{}' is not a string", key);
         metadata_[key] = text.get<std::string>();
       }
     } else {
@@ -204,12 +183,12 @@ void SafetensorsReader::refuse_kind(const std::string& why) const {
   std::vector<uint8_t> head(std::min<uint64_t>(file_bytes_, kFileKindBytes));
   read_at(0, head.data(), head.size());
   const std::string kind = foreign_kind(head);
-  if (kind.empty()) refuse(why);
-  refuse(fmt::format("not a safetensors file but {}{}", kind,
-                     kind.starts_with("a zip")
-                         ? ", or, if torch.save() wrote it, load it in Python and write its state_dict with "
-                           "safetensors.torch.save_file()"
-                         : ""));
+  if (kind.empty()) refuse("{}", why);
+  refuse("not a safetensors file but {}{}", kind,
+         kind.starts_with("a zip")
+             ? ", or, if torch.save() wrote it, load it in Python and write its state_dict with "
+               "safetensors.torch.save_file()"
+             : "");
 }
 
 void SafetensorsReader::index_tensors() {
@@ -219,21 +198,20 @@ void SafetensorsReader::index_tensors() {
   uint64_t end = 0;
   for (size_t i = 0; i < tensors_.size(); ++i) {
     const Tensor& t = tensors_[i];
-    if (t.begin != end)
-      refuse(fmt::format("corrupt: '{}' does not begin where the previous tensor ends", t.name));
+    if (t.begin != end) refuse("corrupt: '{}' does not begin where the previous tensor ends", t.name);
     end += t.bytes;
     index_[t.name] = i;
   }
   const uint64_t data_bytes = file_bytes_ - data_at_;
   if (end != data_bytes) {
-    refuse(fmt::format("{}: {} bytes of tensors, expected {}", end > data_bytes ? "truncated" : "too long",
-                       data_bytes, end));
+    refuse("{}: {} bytes of tensors, expected {}", end > data_bytes ? "truncated" : "too long", data_bytes,
+           end);
   }
 }
 
 void SafetensorsReader::add_tensor(const std::string& name, const void* opaque) {
   const SortedJson& json = *static_cast<const SortedJson*>(opaque);
-  auto wrong = [&](const char* what) { refuse(fmt::format("corrupt: '{}' has no valid {}", name, what)); };
+  auto wrong = [&](const char* what) { refuse("corrupt: '{}' has no valid {}", name, what); };
   if (!json.is_object()) wrong("description");
   auto field = [&](const char* key) -> const SortedJson& {
     const auto at = json.find(key);
@@ -256,8 +234,8 @@ void SafetensorsReader::add_tensor(const std::string& name, const void* opaque) 
   }
   const uint64_t begin = offsets[0].get<uint64_t>(), end = offsets[1].get<uint64_t>();
   if (begin > end || end > file_bytes_) {
-    refuse(fmt::format("truncated or corrupt: '{}' ends at byte {} of the data, the file has {} bytes", name,
-                       end, file_bytes_));
+    refuse("truncated or corrupt: '{}' ends at byte {} of the data, the file has {} bytes", name, end,
+           file_bytes_);
   }
   tensor.begin = begin;
   tensor.bytes = end - begin;
@@ -265,7 +243,7 @@ void SafetensorsReader::add_tensor(const std::string& name, const void* opaque) 
   const std::optional<DType> known = find_dtype(tensor.dtype);
   if (known && (tensor.elements > int64_t{1} << 58 ||
                 static_cast<uint64_t>(tensor.elements * bytes_of(*known)) != tensor.bytes)) {
-    refuse(fmt::format("corrupt: the shape of '{}' does not match its {} bytes", name, tensor.bytes));
+    refuse("corrupt: the shape of '{}' does not match its {} bytes", name, tensor.bytes);
   }
   tensors_.push_back(std::move(tensor));
 }
@@ -287,33 +265,26 @@ void SafetensorsReader::verify(bool required) const {
   }
   std::string header = header_;
   header.replace(digits_at, kNoDigits.size(), kNoDigits);
-  uint32_t crc = crc_of(0, header.data(), header.size());
-  std::vector<char> chunk(size_t{1} << 20);
+  uLong crc = crc32_z(0, reinterpret_cast<const Bytef*>(header.data()), header.size());
+  std::vector<Bytef> chunk(size_t{1} << 20);
   for (uint64_t from = data_at_; from < file_bytes_; from += chunk.size()) {
     const size_t bytes = std::min<uint64_t>(chunk.size(), file_bytes_ - from);
     read_at(from, chunk.data(), bytes);
-    crc = crc_of(crc, chunk.data(), bytes);
+    crc = crc32_z(crc, chunk.data(), bytes);
   }
-  if (hex8(crc) != at->second) {
-    refuse(fmt::format("damaged: its checksum is {}, expected {}", hex8(crc), at->second));
-  }
+  if (hex8(crc) != at->second) refuse("damaged: its checksum is {}, expected {}", hex8(crc), at->second);
 }
 
 void SafetensorsReader::read(const Tensor& tensor, int64_t first, std::span<float> out) const {
   if (tensor.dtype != "F32") {
-    refuse(
-        fmt::format("'{}' has type {}; only F32 is supported, convert it first", tensor.name, tensor.dtype));
-  }
-  if (first < 0 || first > tensor.elements || out.size() > static_cast<uint64_t>(tensor.elements - first)) {
-    throw Error(fmt::format("{}: reading past the end of '{}'", path_, tensor.name));
+    refuse("'{}' has type {}; only F32 is supported, convert it first", tensor.name, tensor.dtype);
   }
   read_bytes(tensor, static_cast<uint64_t>(first) * sizeof(float), std::as_writable_bytes(out));
 }
 
 void SafetensorsReader::read_bytes(const Tensor& tensor, uint64_t first, std::span<std::byte> out) const {
-  if (first > tensor.bytes || out.size() > tensor.bytes - first) {
-    throw Error(fmt::format("{}: reading past the end of '{}'", path_, tensor.name));
-  }
+  require<Error>(first <= tensor.bytes && out.size() <= tensor.bytes - first,
+                 "{}: reading past the end of '{}'", path_, tensor.name);
   read_at(data_at_ + tensor.begin + first, out.data(), out.size());
 }
 
@@ -322,14 +293,10 @@ void SafetensorsReader::read_at(uint64_t at, void* out, size_t bytes) const {
   while (bytes > 0) {
     const ssize_t done = pread(file_.fd(), to, bytes, static_cast<off_t>(at));
     if (done < 0 && errno == EINTR) continue;
-    if (done < 0) refuse(std::strerror(errno));
+    if (done < 0) refuse("{}", std::strerror(errno));
     if (done == 0) refuse("truncated while being read");
     to += done, at += static_cast<uint64_t>(done), bytes -= static_cast<size_t>(done);
   }
-}
-
-void SafetensorsReader::refuse(const std::string& why) const {
-  throw BadInput(fmt::format("{}: {}", path_, why));
 }
 
 }  // namespace gradwire

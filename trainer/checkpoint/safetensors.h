@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "runtime/device/device.h"
+#include "runtime/util/error.h"
 #include "runtime/util/file.h"
 
 namespace gradwire {
@@ -45,7 +46,7 @@ class SafetensorsWriter {
   // Writes values after the previously written values. The first write() starts at the first value of the
   // first tensor.
   void write(std::span<const float> values) { write(std::as_bytes(values)); }
-  void write(std::span<const std::byte> values);
+  void write(std::span<const std::byte> values) { put(values.data(), values.size_bytes()); }
   // Sets the position of write() to byte `first` of a tensor.
   void seek(const std::string& tensor, uint64_t first);
   const Written& written() const { return written_; }  // includes the header for the creating writer
@@ -103,7 +104,10 @@ class SafetensorsReader {
   // and shifted files.
   void index_tensors();
   void read_at(uint64_t at, void* out, size_t bytes) const;
-  [[noreturn]] void refuse(const std::string& why) const;
+  template <typename... Args>
+  [[noreturn]] void refuse(fmt::format_string<Args...> why, Args&&... args) const {
+    throw BadInput("{}: {}", path_, fmt::format(why, std::forward<Args>(args)...));
+  }
   // Throws BadInput, which names the file's actual kind if foreign_kind() recognizes it, otherwise `why`.
   [[noreturn]] void refuse_kind(const std::string& why) const;
 
