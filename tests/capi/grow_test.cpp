@@ -105,56 +105,6 @@ TEST(CApiGrow, JoinersTakePartInLaterCalls) {
   });
 }
 
-// Loads each rank's state into a reducer of the grown group. The new rank loads a copy of rank 0's state.
-TEST(CApiGrow, RanksLoadTheirStatesAndJoinersStartWithoutResidual) {
-  for (const std::string spec : {"int4:dense=off", "powersgd:rank=2,wire=int8"}) {
-    const TemporaryFolder folder;
-    const std::string name = "file://" + folder.path("meet");
-    std::promise<std::string> invitation;
-    std::promise<std::vector<char>> of_rank0;
-    std::vector<capi::StepRecord> records(3);
-    capi::in_threads(3, [&](int rank) {
-      const capi::Model model;
-      gw_comm comm = nullptr;
-      std::vector<char> state;
-      if (rank < 2) {
-        comm = created(name, rank, 2);
-        GW_EXPECT_OK(gw_comm_admit(comm, 3));
-        {
-          const capi::Reducer reducer(comm, spec, model);
-          for (int step = 0; step < 3; ++step) {
-            auto gradient = capi::gradients_of(model, rank, step);
-            GW_EXPECT_OK(reducer.step(gradient));
-          }
-          state = reducer.save();
-        }
-        if (rank == 0) {
-          of_rank0.set_value(state);
-          invitation.set_value(invitation_of(comm));
-        }
-        gw_comm next = grown(comm, rank);
-        GW_EXPECT_OK(gw_comm_destroy(comm));
-        comm = next;
-      } else {
-        GW_ASSERT_OK(join(invitation.get_future().get(), 60'000, &comm));
-        state = of_rank0.get_future().get();
-      }
-      {
-        const capi::Reducer reducer(comm, spec, model);
-        const void* const copies[] = {state.data()};
-        const size_t sizes[] = {state.size()};
-        GW_EXPECT_OK(rank < 2 ? reducer.load(state)
-                              : gw_reducer_state_load_ranks(reducer.handle, copies, sizes, 1));
-        records[rank] = capi::recorded_step(reducer, model, capi::gradients_of(model, rank, 3));
-      }
-      GW_EXPECT_OK(gw_comm_destroy(comm));
-    });
-    EXPECT_GT(capi::norm_of(records[1].before), 0);
-    EXPECT_EQ(capi::norm_of(records[2].before), 0);
-    EXPECT_LT(capi::conservation_error(records), 1e-6) << spec;
-  }
-}
-
 TEST(CApiGrow, TellsRejectedJoinersTheReason) {
   const TemporaryFolder folder;
   gw_comm alone = nullptr, comm = nullptr;
