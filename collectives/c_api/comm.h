@@ -64,6 +64,8 @@ struct ApiComm {
   // example in a registered format, notifies the other ranks so that the other ranks fail now rather than
   // time out.
   void wait_or_notify(const std::function<void()>& wait);
+  // Runs `work`, which enqueues on `stream`, after earlier and before later work on the caller's stream.
+  void between(void* native_stream, const std::function<void()>& work);
   // Returns a copy of `text` for gw_comm_info. The copy lives as long as this object.
   const char* kept(const std::string& text) { return kept_.insert(text).first->c_str(); }
   // Aborts the communicator. Also cancels the calls that create other communicators from this communicator,
@@ -88,7 +90,6 @@ struct ApiComm {
   using Key = std::tuple<std::string, const void*, int64_t, Shards, int, int, int, std::string, std::string>;
   Program& program_for(const CollectiveCall& call);
   const CompressionSpec& parsed(const std::string& spec);
-  void between(void* native_stream, const std::function<void()>& work);
 
   const pid_t process_;
   ProgramCache<Key> programs_;

@@ -1,7 +1,12 @@
 // The functions of gradwire.h: each checks its arguments and handles, takes the lock, and forwards.
+#include <limits>
+
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/reducer.h"
+#include "collectives/codec/policy_codec.h"
+#include "collectives/spec/spec.h"
 #include "collectives/transport/transport.h"
+#include "kernels/powersgd/orthonormalize.h"
 #include "kernels/wire/registered.h"
 
 namespace {
@@ -158,6 +163,90 @@ gw_status gw_reducer_allreduce(gw_reducer reducer, void* const* grads, void* str
     locked->allreduce(grads, stream);
     call.start();
     locked->in_flight = call.get();
+  });
+}
+
+gw_status gw_reducer_apply(gw_reducer reducer, void* const* grads, const gw_state* states,
+                           const int32_t* step, void* stream) {
+  return guarded(__func__, [&] {
+    LockedReducer locked(reducer);
+    const bool empty = locked->tensors.empty();
+    require((grads != nullptr && states != nullptr) || empty, "{} is null",
+            grads == nullptr ? "grads" : "states");
+    require(step != nullptr, "step is null");
+    locked->apply(grads, states, step, stream);
+  });
+}
+
+gw_status gw_orthonormalize(gw_comm comm, float* values, const int64_t* shapes, int32_t n, int32_t second,
+                            uint64_t seed, int64_t step, int32_t* flags, void* stream) {
+  return guarded(__func__, [&] {
+    LockedComm locked(comm);
+    require(n >= 0 && step >= 0, "n is {}, step {}; they must not be negative", n, step);
+    if (n == 0) return;
+    require(values != nullptr && shapes != nullptr && flags != nullptr, "values, shapes or flags is null");
+    require(reinterpret_cast<uintptr_t>(values) % 16 == 0, "values is not aligned to 16 bytes");
+    std::vector<MatrixDescriptor> factors;
+    int64_t end = 0;
+    for (const int64_t* shape = shapes; shape != shapes + int64_t{3} * n; shape += 3) {
+      constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+      require(0 < shape[1] && shape[1] <= shape[0] && shape[0] <= kMost && 0 <= shape[2] && shape[2] <= kMost,
+              "factor {} is {} x {} with number {}", factors.size(), shape[0], shape[1], shape[2]);
+      const auto rows = static_cast<int32_t>(shape[0]), rank = static_cast<int32_t>(shape[1]);
+      factors.push_back({.p_offset = end,
+                         .q_offset = end,
+                         .rows = second != 0 ? rank : rows,
+                         .cols = second != 0 ? rows : rank,
+                         .rank = rank,
+                         .seed_id = static_cast<int32_t>(shape[2])});
+      end += (shape[0] * shape[1] + 3) / 4 * 4;
+    }
+    const Stream caller = locked->caller_stream(stream);
+    const MatrixTable table(caller, std::move(factors));
+    const Device device = caller.device();
+    Buffer scratch = make_buffer<double>(device, table.scratch_doubles());
+    Buffer steps = make_buffer<uint64_t>(device, 1);
+    const uint64_t number = static_cast<uint64_t>(step);
+    to_device(caller, steps.as<uint64_t>(), std::span<const uint64_t>(&number, 1));
+    orthonormalize(caller, {.table = &table,
+                            .which = second != 0 ? Factor::q : Factor::p,
+                            .in = values,
+                            .out = values,
+                            .flags = flags,
+                            .keep_flags = true,
+                            .seed = seed,
+                            .step = steps.as<const uint64_t>(),
+                            .scratch = scratch.as<double>()});
+    caller.synchronize();  // before its memory is freed
+  });
+}
+
+gw_status gw_spec_query(const char* spec, int64_t rows, int64_t cols, gw_spec_info* info) {
+  return guarded(__func__, [&] {
+    require(spec != nullptr && info != nullptr, "spec or info is null");
+    require(rows >= 0 && cols >= 0, "rows {}, cols {}", rows, cols);
+    using Method = CompressionSpec::Method;
+    const CompressionSpec parsed = CompressionSpec::parse(spec, false);
+    CompressionSpec message = CompressionSpec::parse(parsed.wire->spec(), false);
+    message.rounding = parsed.rounding;
+    message.schedule = parsed.schedule;
+    message.fp32_intra_node = parsed.fp32_intra_node;
+    static thread_local std::string wire;
+    wire = message.to_string();
+    const bool factors = parsed.method == Method::powersgd || parsed.method == Method::dion;
+    constexpr const char* kCodecs[] = {nullptr, "powersgd", "randk", "dion"};  // by Method
+    const char* const codec = kCodecs[static_cast<size_t>(parsed.method)];
+    write_struct({.size = sizeof(gw_spec_info),
+                  .method = codec != nullptr ? codec : parsed.wire->name,
+                  .wire = wire.c_str(),
+                  .bits = 8 * parsed.wire->bytes_per_value(),
+                  .exact = parsed.wire->exact ? 1 : 0,
+                  .small = is_small(rows, cols) ? 1 : 0,
+                  .rank = factors ? powersgd_rank(parsed, rows, cols) : 0,
+                  .alternate = parsed.alternate ? 1 : 0,
+                  .start = parsed.policy.start,
+                  .seed = parsed.seed},
+                 info, "gw_spec_info");
   });
 }
 

@@ -147,6 +147,45 @@ void ApiReducer::allreduce(void* const* given, void* native_stream) {
   comm->wait_or_notify([&] { reducer.wait(caller); });
 }
 
+void ApiReducer::apply(void* const* grads, const gw_state* states, const int32_t* step, void* native_stream) {
+  check_between_steps();
+  std::vector<std::pair<TensorState, float*>> all;  // the address of the caller's copy; null: none
+  for (TensorState& state : reducer.tensor_state()) {
+    const auto& [residual, factor] = states[state.tensor];
+    const bool p = state.kind == "factor_p";
+    if (state.kind == kResidualKind) {
+      all.emplace_back(std::move(state), residual);
+      continue;
+    }
+    require(p || state.kind == "factor", "spec '{}' keeps '{}', which gw_state lacks", spec.to_string(),
+            state.kind);
+    require(factor != nullptr, "the factor of '{}' is null", tensors[state.tensor].name);
+    const GradientTensor& tensor = tensors[state.tensor];
+    const int64_t q_elements = p ? tensor.count() / tensor.shape[0] * state.shape[1] : 0;
+    all.emplace_back(std::move(state), factor + q_elements);
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) check_alignment(tensors[i], grads[i]);
+  reducer.adopt({grads, tensors.size()});
+  addresses_known_ = true;
+  const Stream& stream = comm->stream;
+  const auto bytes = [](const TensorState& state, float* at) {
+    return std::span(reinterpret_cast<std::byte*>(at), static_cast<size_t>(state.bytes()));
+  };
+  comm->between(native_stream, [&] {
+    int32_t number = 0;
+    copy(stream, &number, step, sizeof number);
+    stream.synchronize();
+    for (const auto& [state, at] : all)
+      at != nullptr ? state.write(stream, 0, bytes(state, at)) : state.clear(stream);
+    reducer.resume_at(number);
+    for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
+    reducer.wait(stream);
+    for (const auto& [state, at] : all) {
+      if (at != nullptr) state.read(stream, 0, bytes(state, at));
+    }
+  });
+}
+
 void ApiReducer::begin_step() {
   require(addresses_known_,
           "the gradients' addresses are unknown: set gw_tensor.grad, or call gw_reducer_allreduce first");

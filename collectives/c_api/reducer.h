@@ -21,6 +21,8 @@ struct ApiReducer {
   // Sets the addresses of the gradients. Does nothing unless all addresses are known.
   void set_addresses(const std::vector<void*>& addresses);
   void allreduce(void* const* grads, void* native_stream);
+  // Runs a step with the caller's state: see gw_reducer_apply().
+  void apply(void* const* grads, const gw_state* states, const int32_t* step, void* native_stream);
   void ready(int32_t tensor, void* native_stream);
   void wait(void* native_stream);
   std::vector<gw_range> shards() const;

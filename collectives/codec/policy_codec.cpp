@@ -344,9 +344,13 @@ class DenseCodec final : public Codec {
 
 }  // namespace
 
+bool is_small(int64_t rows, int64_t cols) {
+  if (rows <= 1 || cols <= 1) return rows * cols <= kLongestVector;
+  return std::max(rows, cols) < kSmallMatrix && rows * cols < kSmallMatrix;
+}
+
 bool is_dense(const CompressionSpec& spec, const BucketTensor& tensor) {
-  const bool vector = tensor.rows <= 1 || tensor.cols <= 1;
-  const bool small = vector ? tensor.count() <= kLongestVector : tensor.count() < kSmallMatrix;
+  const bool small = is_small(tensor.rows, tensor.cols);
   return std::any_of(spec.dense.begin(), spec.dense.end(), [&](const std::string& name) {
     return name == kDenseAuto ? small : matches(name, tensor.name);
   });

@@ -20,6 +20,8 @@ inline constexpr int64_t kSmallMatrix = 1024;
 // probably a flattened model, not a bias.
 inline constexpr int64_t kLongestVector = 1 << 16;
 
+// Returns whether dense=auto means a tensor of this shape.
+bool is_small(int64_t rows, int64_t cols);
 // Returns whether the spec's dense= applies to the tensor.
 bool is_dense(const CompressionSpec& spec, const BucketTensor& tensor);
 

@@ -680,6 +680,41 @@ typedef struct gw_reducer_options {
 GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tensor* tensors,
                                    int32_t n_tensors, const gw_reducer_options* options, gw_reducer* reducer);
 
+/** What a spec does to a tensor. */
+typedef struct gw_spec_info {
+  /** sizeof(gw_spec_info), set by the caller. */
+  size_t size;
+  /** "powersgd", "randk", "dion", or the name of a wire format. */
+  const char* method;
+  /** The spec of the messages: "int8" of "powersgd:wire=int8", with its options and the schedule. For a wire
+   * format the spec without options of a reducer. Valid until this thread's next call of this function. */
+  const char* wire;
+  /** Bits per value of the messages, on average over 2^20 values. */
+  double bits;
+  /** Nonzero: messages lose nothing but FP32 rounding of sums. */
+  int32_t exact;
+  /** Nonzero: dense=auto means the tensor: a vector, which has one row or column, of at most 65,536 elements,
+   * or a matrix of fewer than 1,024 elements. It is the default of formats of fewer than 8 bits. */
+  int32_t small;
+  /** Rank of the tensor's factors; 0: "powersgd" and "dion" do not compress the tensor, or another method. */
+  int32_t rank;
+  /** Nonzero: alternate=on. */
+  int32_t alternate;
+  /** The options start= and seed=. */
+  int64_t start;
+  uint64_t seed;
+} gw_spec_info;
+
+/** Parses a spec, and tells what it does to a (rows, cols) tensor: see gw_tensor.
+ *
+ * @param spec  as for gw_reducer_create().
+ * @param rows  0 or more.
+ * @param cols  0 or more.
+ * @param info  out; its `size` is set.
+ * @return #GW_BAD_ARGUMENT: the spec is invalid.
+ */
+GW_API gw_status gw_spec_query(const char* spec, int64_t rows, int64_t cols, gw_spec_info* info);
+
 /** The specs that gw_choose() compares, and the step in which the gradients are reduced. */
 typedef struct gw_choose_options {
   /** sizeof(gw_choose_options) */
@@ -759,6 +794,49 @@ GW_API gw_status gw_choose(gw_comm comm, const gw_tensor* tensors, int32_t n_ten
  */
 GW_API gw_status gw_reducer_allreduce(gw_reducer reducer, void* const* grads, void* stream,
                                       gw_request* request);
+
+/** A tensor's state in the caller's memory, on the communicator's device: FP32. */
+typedef struct gw_state {
+  /** (rows, cols): the residual of error feedback, at first zeros. Null: the residual begins as zeros, and
+   * what it holds after the step is lost. */
+  float* residual;
+  /** PowerSGD's factor Q, (cols, rank), followed with alternate=on by P, (rows, rank); at first as
+   * gw_orthonormalize() makes them of zeros. Not null if the tensor is compressed: gw_spec_info::rank. */
+  float* factor;
+} gw_state;
+
+/** As gw_reducer_allreduce(), with the state of the step in the caller's memory, for frameworks whose steps
+ * are functions without side effects. The reducer's own state is lost. Copies the state in and out; on a CUDA
+ * device, blocks until `step` is known. Collective. In a world of 1, nothing is done.
+ *
+ * @param reducer  a reducer whose spec has neither "dion" nor ef=ef21 nor momentum=.
+ * @param grads    (n_tensors), as in gw_reducer_allreduce().
+ * @param states   (n_tensors): replaced by the state after the step. The addresses may differ.
+ * @param step     the number of earlier steps, on the communicator's device; the same on every rank.
+ * @param stream   see the top; may differ.
+ * @return #GW_BAD_ARGUMENT, #GW_COMM_FAILED, #GW_DEVICE_FAILED, #GW_UNSUPPORTED.
+ */
+GW_API gw_status gw_reducer_apply(gw_reducer reducer, void* const* grads, const gw_state* states,
+                                  const int32_t* step, void* stream);
+
+/** Orthonormalizes the columns of factors of PowerSGD, in place. Replaces a zero or dependent column by a
+ * random direction, the same on every rank. Blocks; communicates with no other rank.
+ *
+ * @param comm    determines the device.
+ * @param values  the factors, each of which begins at the next multiple of 4 elements; aligned to 16 bytes.
+ * @param shapes  (n, 3): rows, columns (at most 512, and at most the rows), and the matrix's number in random
+ *                draws: its index in gw_reducer_create(). In host memory.
+ * @param n       number of factors.
+ * @param second  nonzero: the factors are Q, otherwise P. Part of random draws.
+ * @param seed    the spec's seed. Part of random draws.
+ * @param step    the number of earlier steps. Part of random draws.
+ * @param flags   (n) on the communicator's device. Nonzero on entry: the factor remains unchanged. Becomes 1
+ *                if a factor is not finite, which then remains unchanged.
+ * @param stream  see the top.
+ * @return #GW_BAD_ARGUMENT, #GW_DEVICE_FAILED.
+ */
+GW_API gw_status gw_orthonormalize(gw_comm comm, float* values, const int64_t* shapes, int32_t n,
+                                   int32_t second, uint64_t seed, int64_t step, int32_t* flags, void* stream);
 
 /** Marks a gradient as complete at this point of `stream`, so that its bucket is reduced while backward
  * continues, on CUDA and on the host. Never waits for the network. Call it for every tensor, in any order,

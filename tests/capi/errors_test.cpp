@@ -120,6 +120,7 @@ TEST(CApiErrors, WrongHandlesAreRecognizedByEveryFunction) {
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, capi::sum(c, value));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_create(c, "fp32", tensors.data(), n, nullptr, &out));
     int32_t chosen = 0;
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_orthonormalize(c, &value, nullptr, 0, 0, 0, 0, nullptr, nullptr));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_choose(c, tensors.data(), n, nullptr, nullptr, nullptr, &chosen));
     if (handle != nullptr) GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_destroy(c));
   }
@@ -133,6 +134,7 @@ TEST(CApiErrors, WrongHandlesAreRecognizedByEveryFunction) {
                               {&on_the_stack, "is not a handle"}}) {
     auto r = static_cast<gw_reducer>(handle);
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_allreduce(r, nullptr, nullptr, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_apply(r, nullptr, nullptr, nullptr, nullptr));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_ready(r, 0, nullptr));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_wait(r, nullptr, nullptr));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_stats(r, &stats));
