@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gradwire.fsdp import Compression, compress
 
-from fsdp_auto import INT8, REQUEST, _times
+from fsdp_auto import REQUEST, _chooses_int8
 from fsdp_training import Run, new_model
 from rank import WORLD, check, say
 
@@ -95,7 +95,7 @@ def _loss(run: Run, step: int, everywhere: Setting) -> torch.Tensor:
 
 
 def defaults_of_the_program_change_no_bit() -> None:
-    with _times(INT8):  # for a choice that does not depend on the machine
+    with _chooses_int8():  # for a choice that does not depend on the machine
         for arguments in ARGUMENTS:
             _compare(arguments)
 

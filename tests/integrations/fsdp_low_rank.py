@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard
 
 import gradwire
 from gradwire._fsdp_state import folded
-from gradwire._low_rank import Factor, orthonormalize
 from gradwire._process_group import communicator
+from gradwire._reducer import orthonormalize
 from gradwire.fsdp import compress
 
 from fsdp_failures import leave
@@ -80,9 +80,11 @@ class Reference:
             cols = math.prod(shape[1:])
             rank_of = min(shape[0], cols, rank)
             if len(shape) > 1 and (shape[0] + cols) * rank_of * 2 < shape[0] * cols:
-                first = Factor(torch.zeros(cols, rank_of), i)
-                orthonormalize([first], 1, seed, 0)
-                self.factors[name] = first.values.double()
+                first, flags = torch.zeros(cols, rank_of), torch.zeros(1, dtype=torch.int32)
+                with gradwire.Communicator() as alone:
+                    orthonormalize(alone, first.data_ptr(), [(cols, rank_of, i)], True, seed, 0,
+                                   flags.data_ptr())
+                self.factors[name] = first.double()
 
     @staticmethod
     def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:

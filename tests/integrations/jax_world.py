@@ -67,9 +67,8 @@ def programs_outlive_the_world_that_traced_them() -> None:
     refused(jax.errors.JaxRuntimeError, "no communicator for device", lambda: averages["pmean"](own))
     meet(1)
     check(mean, WORLD)
-    for name in ("pmean", "int8"):
-        np.testing.assert_allclose(compiled[name](own), mean, atol=0.02 * np.abs(mean).max())
-    refused(jax.errors.JaxRuntimeError, "compiled in a world of 1", lambda: compiled["powersgd"](own))
+    for function in compiled.values():
+        np.testing.assert_allclose(function(own), mean, atol=0.02 * np.abs(mean).max())
     coarse = gradwire.jax.compress("powersgd:rank=1,wire=int4")
     lossy = jax.jit(lambda x: coarse.update(x, coarse.init(x))[0])
     lossy(own)

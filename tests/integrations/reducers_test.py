@@ -37,7 +37,7 @@ class Reducers(unittest.TestCase):
                     reducer.allreduce([values])
                     sent.append(reducer.stats()["wire_bytes"])
                     reducer.close()
-                self.assertEqual(_spec.is_small(shape), sent[0] != sent[1], (shape, sent))
+                self.assertEqual(_spec.info_of("int8", shape).small, sent[0] != sent[1], (shape, sent))
 
         run_ranks(2, body)
 
@@ -66,9 +66,8 @@ class Reducers(unittest.TestCase):
                             [(str(shape), *shape) for shape in shapes])) as reducer:
                         states = _state.unpack(reducer.save_state()).tensors
                     for shape in shapes:
-                        found = _spec.powersgd_rank(*shape, rank, float(ratio))
-                        if dense and _spec.is_coarse(wire) and _spec.is_small(shape):
-                            found = 0
+                        info = _spec.info_of(spec, shape)
+                        found = 0 if dense and info.bits < 8 and info.small else info.rank
                         factor = states[str(shape)].entries.get("factor")
                         self.assertEqual(found, len(factor.data) // 4 // shape[1] if factor else 0,
                                          (spec, dense, shape))

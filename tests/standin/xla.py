@@ -35,7 +35,6 @@ jax = types.ModuleType("jax")
 jax.ffi = types.SimpleNamespace(register_ffi_target=_register)  # type: ignore[attr-defined]
 jax.profiler = types.SimpleNamespace(
     TraceAnnotation=lambda *_, **__: contextlib.nullcontext())  # type: ignore[attr-defined]
-jax.clear_caches = lambda: None  # type: ignore[attr-defined]
 sys.modules["jax"] = jax
 
 from gradwire import _jax_ffi as ffi  # noqa: E402

@@ -22,9 +22,9 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from gradwire._calls import Request
-from gradwire._choose import Choice, choose
+from gradwire._reducer import Choice, choose
 from gradwire._communicator import Communicator
-from gradwire._formats import register_format
+from gradwire._spec import register_format
 from gradwire._memory import memory_of
 from gradwire._native import (BadArgument, BadHandle, CommFailed, DeviceFailed, Error, NoMemory, NotDone,
                               Unsupported, __version__)

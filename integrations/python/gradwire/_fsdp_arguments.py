@@ -7,20 +7,11 @@ from typing import Callable, List, Optional, Sequence
 import torch
 
 from gradwire import _native
-from gradwire._auto import Request, parse
 from gradwire._communicator import Communicator
 from gradwire._fsdp_low_rank import LowRankSpec
-from gradwire._spec import is_coarse, is_plain, is_small, split, stays_dense
+from gradwire._spec import info_of, is_plain, split, stays_dense
 
 _WHOLE_MATRICES = ("powersgd", "randk", "dion")
-
-
-def candidates(auto: str) -> Request:
-    """Parses "auto...". Without allow=, the candidates are those of the DDP hook that FSDP2 can use."""
-    request = parse(auto)
-    if "allow=" in auto:
-        return request
-    return request._replace(specs=tuple(s for s in request.specs if split(s)[0] not in _WHOLE_MATRICES))
 
 
 def check_spec(argument: str, spec: str) -> None:
@@ -62,8 +53,10 @@ def dense_rule(dense: "bool | Sequence[str]", spec: str,
             return True
         if patterns is None:
             if low_rank is not None:
-                return bool(dense) and is_coarse(low_rank.wire) and is_small(shape)
+                info = info_of(low_rank.spec, tuple(shape))
+                return bool(dense) and info.bits < 8 and info.small
             return bool(dense) and stays_dense(shape, spec)
-        return any(is_small(shape) if p == "auto" else fnmatch.fnmatchcase(name, p) for p in patterns)
+        return any(info_of(spec, tuple(shape)).small if p == "auto" else fnmatch.fnmatchcase(name, p)
+                   for p in patterns)
 
     return rule

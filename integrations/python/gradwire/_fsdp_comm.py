@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _native
-from gradwire._auto import relative_error
+from gradwire._auto import GroupAuto, now
 from gradwire._communicator import Communicator
-from gradwire._fsdp_auto import FsdpAuto
 from gradwire._fsdp_low_rank import Axes, LowRank, LowRankSpec
 from gradwire._fsdp_residual import Layout, Part, Residual
 from gradwire._process_group import communicator
@@ -127,7 +126,7 @@ class ParamGroup:
         self.names = {id(p): names[id(p)] for p in theirs.fsdp_params}
         self.first_name = next(iter(self.names.values()), "a group without parameters")
         self._options = options
-        self.auto: Optional[FsdpAuto] = None
+        self.auto: Optional[GroupAuto] = None
         # Format and name of the calls, for the profiler.
         self.of_gradients = options.gradients, f"gradients of {self.first_name}"
         self.of_weights = options.weights, f"weights of {self.first_name}"
@@ -157,11 +156,6 @@ class ParamGroup:
         if options.residual != "off" and not is_plain(options.gradients):
             self.residual = Residual(options.residual, self.theirs.device, self._seed)
             self.residual.can_undo = can_undo
-
-    def error_of(self, exact: torch.Tensor, mean: torch.Tensor) -> Tuple[float, int]:
-        """Returns relative_error() of a reduced shard, by parameter."""
-        layout = self._gradient_layout(1, exact.numel(), self._options.dense_gradients)
-        return relative_error([part.count for part in layout.parts], exact, mean)
 
     def keeps(self, name: str, param: Any) -> bool:
         """Returns whether a parameter has a residual after its first gradient."""
@@ -213,16 +207,26 @@ class ParamGroup:
             _native_reduce_scatter(output, buffer, group, op)
             return
         comm = self._communicators.of("gradients", group, buffer.device)
-        if self.auto is not None:
-            self.auto.called(self, buffer, comm, stream_of(buffer))
-        measured = buffer.clone() if self.auto is not None and self.auto.measures else None
-        self._reduce_scatter(comm, output, buffer, op, self._options, self.residual)
-        if self.auto is not None and measured is not None:
-            self.auto.measure(self, output, measured, lambda to, values, options: self._reduce_scatter(
-                comm, to, values, op, options, None))
+        auto, measured = self.auto if comm.world > 1 else None, None
+        if auto is not None:
+            chosen = auto.called(self, buffer)
+            if chosen is not None:
+                self.handle.use(chosen)
+            measured = buffer.clone() if auto.measures(self) else None
+        begin = None if auto is None else now(buffer)
+        self._reduce_scatter(comm, output, buffer, op)
+        if auto is not None:
+            auto.reduced(begin, buffer)
+        if auto is not None and measured is not None:
+            layout = self._gradient_layout(comm.world, buffer.numel(), self._options.dense_gradients)
+            with _Supported(measured) as values:
+                auto.measure(comm, self, {f"{part.name}, shard {i}": row[part.begin:part.end] for i, row in
+                                          enumerate(values.view(layout.rows, layout.shard))
+                                          for part in layout.parts}, stream_of(buffer))
 
-    def _reduce_scatter(self, comm: Communicator, output: torch.Tensor, buffer: torch.Tensor, op: Any,
-                        options: Options, error_feedback: Optional[Residual]) -> None:
+    def _reduce_scatter(self, comm: Communicator, output: torch.Tensor, buffer: torch.Tensor,
+                        op: Any) -> None:
+        options, error_feedback = self._options, self.residual
         layout = self._gradient_layout(comm.world, buffer.numel(), options.dense_gradients)
         stream, tag = stream_of(buffer), self.of_gradients[1]
         factor, ours = None, "avg" if op == dist.ReduceOp.AVG else "sum"

@@ -3,8 +3,8 @@
 Each replica has the whole gradient M = G + E of a matrix, and each of its S ranks a shard M_s. A shard of rows
 takes the steps below. Replicas are the slow axis, the ranks of a replica the fast one:
 
-    P_s = M_s Q                  averaged over the replicas
-    orthonormalize P             Gram matrices summed on the fast axis, in FP64
+    P_s = M_s Q                  averaged over the replicas; all-gather on the fast axis
+    orthonormalize P             by the library, the whole P on every rank
     Q = sum over s of M_s^T P_s  reduce-scatter on the fast axis; a piece averaged over the replicas; all-gather
     E_s = M_s - P_s Q^T          with this replica's Q
     G_s = P_s Q^T                with the mean Q, which is then orthonormalized for the next step
@@ -12,39 +12,36 @@ takes the steps below. Replicas are the slow axis, the ranks of a replica the fa
 A rank sends rows / S * r and then columns * r / S elements over the slow axis. For a shard of columns P and Q
 swap their exchanges. All matrices of a parameter group travel together, with the first exchange also the other
 parameters. Factors, residuals and re-seeded columns are those of the library's PowerSGD (low_rank_codec.h) to
-FP32 rounding.
+FP32 rounding. The library's own reducer needs whole matrices, which no rank has here.
 """
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
 from gradwire import _native
 from gradwire._communicator import Communicator
-from gradwire._low_rank import Factor, full_precision, orthonormalize
-from gradwire._reducer import Reducer
-from gradwire._spec import encoded_once, is_plain, method_of, powersgd_rank, split
+from gradwire._reducer import Reducer, orthonormalize
+from gradwire._spec import encoded_once, info_of, is_plain, method_of, split
 
-_OWN = ("rank", "min_ratio", "seed", "start", "wire")
-_P, _Q = 0, 1
+_REFUSED = ("alternate", "warm", "ef", "ef_decay", "ramp", "momentum", "max_norm", "dense", "residual")
 PLAIN = encoded_once("fp32")
 
 
 class LowRankSpec(NamedTuple):
-    """A parsed spec of PowerSGD."""
+    """A spec of PowerSGD that the library has parsed."""
 
-    rank: int
-    min_ratio: float
-    seed: int
-    start: int
+    spec: str
     wire: str  # the factors' format
+    start: int
+    seed: int
 
     def rank_of(self, shape: Sequence[int]) -> int:
         """Returns the rank of a parameter's factors; 0 if it is not compressed."""
-        rows = shape[0] if len(shape) > 1 else 1
-        return powersgd_rank(rows, math.prod(shape) // max(rows, 1), self.rank, self.min_ratio)
+        return info_of(self.spec, tuple(shape)).rank
 
 
 def is_low_rank(spec: str) -> bool:
@@ -58,15 +55,28 @@ def read(spec: str) -> LowRankSpec:
         BadArgument: the library rejects it, or it has an option that this form lacks.
     """
     with Communicator() as alone:
-        Reducer(alone, spec, [("matrix", 2, 2)]).close()
-    given = dict(option.split("=", 1) for option in split(spec)[1])
-    for key in ("alternate", "warm", "ef", "ef_decay", "ramp", "momentum", "max_norm", "dense", "residual"):
-        if key in given:
-            raise _native.BadArgument(f"replicas={spec!r} has the option {key}={given[key]}: PowerSGD over "
-                                      f"replicas takes {', '.join(_OWN)} and the options of wire's format")
-    wire = ",".join([given.get("wire", "fp32")] + [f"{k}={v}" for k, v in given.items() if k not in _OWN])
-    return LowRankSpec(int(given.get("rank", 1)), float(given.get("min_ratio", 2)), int(given.get("seed", 0)),
-                       int(given.get("start", 0)), encoded_once(wire.replace(",", ":", 1)))
+        Reducer(alone, spec, []).close()
+    for option in split(spec)[1]:
+        if option.partition("=")[0] in _REFUSED:
+            raise _native.BadArgument(f"replicas={spec!r} has the option {option}: PowerSGD over replicas "
+                                      "takes rank, min_ratio, seed, start, wire and the options of wire's "
+                                      "format")
+    info = info_of(spec)
+    return LowRankSpec(spec, encoded_once(info.wire), info.start, info.seed)
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Computes FP32 products in FP32: the residual must be exact even where the user allows TF32 or BF16."""
+    kinds = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [kind.fp32_precision for kind in kinds]
+    try:
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
+        yield
+    finally:
+        for kind, precision in zip(kinds, before):
+            kind.fp32_precision = precision
 
 
 class Axes(NamedTuple):
@@ -86,11 +96,12 @@ class _Matrix:
         self.number, self.rank = number, spec.rank_of(shape)
         self.rows, self.cols = shape[0], math.prod(shape) // shape[0]
         self.by_rows = dim == 0 or axes.shards == 1
-        self.shape, self.first_row = (self.rows, self.cols), 0
+        self.shape, self.first_row, self.padded_rows = (self.rows, self.cols), 0, self.rows
         self.columns: List[torch.Tensor] = []  # for shards of columns: the numbers of each shard's columns
         if axes.shards > 1 and self.by_rows:
             self.shape = (param.sharded_size[0], self.cols)
-            self.first_row = min(axes.shard * param.padded_sharded_param_size[0], self.rows)
+            self.padded_rows = param.padded_sharded_param_size[0]
+            self.first_row = min(axes.shard * self.padded_rows, self.rows)
         elif axes.shards > 1:
             numbers = torch.arange(self.cols, dtype=torch.int64, device=device).view(shape[1:])
             self.columns = [part.flatten() for part in numbers.chunk(axes.shards, dim=dim - 1)]
@@ -156,13 +167,20 @@ class Exchange(NamedTuple):
                                   tag=f"{name} of {self.tag}")
         return whole.view(self.axes.shards, -1)
 
-    def total(self, gram: torch.Tensor) -> torch.Tensor:
-        """Sums float64 values over the replica's ranks, in rank order; their bits travel as float32."""
-        parts = self.gather("Gram matrices", gram.reshape(-1).view(torch.float32))
-        whole = torch.zeros_like(gram)
-        for part in parts:
-            whole += part.clone().view(torch.float64).view(gram.shape)
-        return whole
+    def orthonormal(self, factors: Sequence[torch.Tensor], numbers: Sequence[int], second: bool, seed: int,
+                    step: int, flags: torch.Tensor) -> List[torch.Tensor]:
+        """Returns the factors with orthonormal columns. Sets the flags of those that are not finite."""
+        sizes = [-(-factor.numel() // 4) * 4 for factor in factors]
+        values = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
+        found = [part[:factor.numel()].view(factor.shape)
+                 for part, factor in zip(values.split(sizes), factors)]
+        for part, factor in zip(found, factors):
+            part.copy_(factor)
+        assert self.axes.slow is not None
+        shapes = [(f.shape[0], f.shape[1], number) for f, number in zip(factors, numbers)]
+        orthonormalize(self.axes.slow, values.data_ptr(), shapes, second, seed, step, flags.data_ptr(),
+                       self.stream)
+        return found
 
 
 class LowRank:
@@ -216,56 +234,55 @@ class LowRank:
 
     def _step(self, exchange: Exchange, matrices: List[_Matrix], shards: List[torch.Tensor],
               kept: List[torch.Tensor], dense: Optional[torch.Tensor], names: List[str]) -> None:
-        place = exchange.axes.shard
-        before = [self._factor(name, m, shard.device) for name, m, shard in zip(names, matrices, shards)]
+        place, step, seed = exchange.axes.shard, self.steps - 1, self.spec.seed
+        numbers = [m.number for m in matrices]
+        flags = torch.zeros(len(matrices), dtype=torch.int32, device=exchange.device)
+        before = [self._factor(exchange, name, m) for name, m in zip(names, matrices)]
         products = [shard @ m.own(q, place) for shard, m, q in zip(shards, matrices, before)]
-        means = self._mean_p(exchange, matrices, products, dense)
-        ps = [Factor(p, m.number, m.first_row, m.by_rows or place == 0) for p, m in zip(means, matrices)]
-        finite = orthonormalize(ps, _P, self.spec.seed, self.steps - 1,
-                                exchange.total if exchange.axes.fast is not None else None)
-        own, means = self._mean_q(exchange, matrices, [s.t() @ p.values for s, p in zip(shards, ps)])
-        qs = [Factor(mean, m.number) for mean, m in zip(means, matrices)]
-        valid = orthonormalize([q for q, ok in zip(qs, finite) if ok], _Q, self.spec.seed,
-                               self.steps - 1)
-        for i, ok in zip([i for i, ok in enumerate(finite) if ok], valid):
-            finite[i] = ok
-        for i, (name, m, shard) in enumerate(zip(names, matrices, shards)):
-            if not finite[i]:  # as the library: the whole matrix, and the state is unchanged
+        wholes = exchange.orthonormal(self._mean_p(exchange, matrices, products, dense), numbers, False, seed,
+                                      step, flags)
+        ps = [p[m.first_row:m.first_row + m.shape[0]] for p, m in zip(wholes, matrices)]
+        ps = [torch.where(flag > 0, 0.0, p) for flag, p in zip(flags, ps)]  # not finite: affects no other Q
+        own, means = self._mean_q(exchange, matrices, [s.t() @ p for s, p in zip(shards, ps)])
+        qs = exchange.orthonormal(means, numbers, True, seed, step, flags)
+        for i, (name, m, shard, flag) in enumerate(zip(names, matrices, shards, flags.tolist())):
+            if flag:  # as the library: the whole matrix, and the state is unchanged
                 shard.fill_(math.nan)
                 continue
-            p = ps[i].values
             if kept:
-                torch.addmm(shard, p, own[i].t(), alpha=-1, out=kept[i])
-            torch.mm(p, m.own(means[i], place).t(), out=shard)
-            self.factors[name] = qs[i].values
+                torch.addmm(shard, ps[i], own[i].t(), alpha=-1, out=kept[i])
+            torch.mm(ps[i], m.own(means[i], place).t(), out=shard)
+            self.factors[name] = qs[i].clone()
 
-    def _factor(self, name: str, m: _Matrix, device: torch.device) -> torch.Tensor:
+    def _factor(self, exchange: Exchange, name: str, m: _Matrix) -> torch.Tensor:
         if name not in self.factors:
-            first = Factor(torch.zeros(m.cols, m.rank, dtype=torch.float32, device=device), m.number)
-            orthonormalize([first], _Q, self.spec.seed, 0)
-            self.factors[name] = first.values
+            zeros = torch.zeros(m.cols, m.rank, dtype=torch.float32, device=exchange.device)
+            flags = torch.zeros(1, dtype=torch.int32, device=exchange.device)
+            self.factors[name], = exchange.orthonormal([zeros], [m.number], True, self.spec.seed, 0, flags)
         return self.factors[name]
 
     @staticmethod
     def _mean_p(exchange: Exchange, matrices: List[_Matrix], products: List[torch.Tensor],
                 dense: Optional[torch.Tensor]) -> List[torch.Tensor]:
-        """Returns the mean P: this rank's rows, or for shards of columns all rows."""
-        local = [p for p, m in zip(products, matrices) if m.by_rows]
+        """Returns the mean P, all rows. Averages `dense` in place."""
+        local = [torch.nn.functional.pad(p, (0, 0, 0, m.padded_rows - len(p)))
+                 for p, m in zip(products, matrices) if m.by_rows]
         partial = [p for p, m in zip(products, matrices) if not m.by_rows]
         piece = exchange.scatter("P", partial)
         exact = dense is not None and is_plain(exchange.wire)
         message = exchange.buffer("P", [*local, piece, *([dense] if exact else [])])
         exchange.average("P", message)
-        *rows, piece, rest = message.split([p.numel() for p in local] + [piece.numel()] + [
-            dense.numel() if dense is not None and exact else 0])
+        factors = sum(p.numel() for p in local) + piece.numel()
         if dense is not None:
             if exact:
-                dense.copy_(rest)
+                dense.copy_(message[factors:])
             else:
                 exchange._replace(wire=PLAIN).average("dense parameters", dense)
-        summed = exchange.gather("P", piece).reshape(-1)[:sum(p.numel() for p in partial)]
-        found = iter(rows), iter(summed.split([p.numel() for p in partial]))
-        return [next(found[0 if m.by_rows else 1]).view(p.shape) for p, m in zip(products, matrices)]
+        *rows, pieces = exchange.gather("P", message[:factors]).split(
+            [*(p.numel() for p in local), piece.numel()], dim=1)
+        summed = pieces.reshape(-1)[:sum(p.numel() for p in partial)].split([p.numel() for p in partial])
+        found = iter(rows), iter(summed)
+        return [next(found[0 if m.by_rows else 1]).reshape(-1, m.rank)[:m.rows] for m in matrices]
 
     @staticmethod
     def _mean_q(exchange: Exchange, matrices: List[_Matrix],

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _native
-from gradwire._auto import Auto, is_request
+from gradwire._auto import BucketAuto, is_request
 from gradwire._buckets import Bucket, real_view, total_stats
 from gradwire._calls import calls_of
 from gradwire._communicator import Communicator
@@ -23,7 +23,6 @@ from gradwire._mesh import other_dimensions, root_of
 from gradwire._process_group import TIMEOUT_S, Origin, communicator, place_in
 from gradwire._profile import during, until
 from gradwire._reducer import Reducer
-from gradwire._spec import without_dense
 from gradwire._state import State
 
 DEFAULT_SPEC = "int8"  # no loss of accuracy in docs/for-pytorch.md's table, with SGD or AdamW
@@ -73,13 +72,13 @@ class Hook(HookBuckets):
                  model: Optional[torch.nn.Module] = None, timeout_s: _native.Seconds = TIMEOUT_S,
                  comm: Optional[Communicator] = None, seed: int = 0, min_ranks: int = 0) -> None:
         timeout_s, min_ranks = _native.seconds(timeout_s), _native.integer(min_ranks, "min_ranks")
-        auto = Auto(spec) if is_request(spec) else None
+        auto = BucketAuto(spec) if is_request(spec) else None
         if auto is not None and min_ranks > 0:
             raise _native.BadArgument(f"spec {spec!r} with min_ranks={min_ranks}: auto cannot measure with "
                                       "ranks that may die: name a spec")
-        with Communicator() as alone:  # a wrong spec must fail here, not in backward
-            for each in [spec] if auto is None else auto.request.specs:
-                Reducer(alone, each, [], seed=seed).close()
+        if auto is None:
+            with Communicator() as alone:  # a wrong spec must fail here, not in backward
+                Reducer(alone, spec, [], seed=seed).close()
         if min_ranks < 0 or (min_ranks > 0 and comm is not None):
             raise _native.BadArgument(f"min_ranks={min_ranks}: " + (
                 "the hook creates the communicators itself; pass no comm"
@@ -192,7 +191,9 @@ class Hook(HookBuckets):
     def _reduce(self, entry: Bucket, buffer: torch.Tensor, addresses: Any, stream: int) -> None:
         with calls_of(self):
             if self._auto is not None:
-                self._auto.before(self, entry, buffer, stream)
+                chosen = self._auto.before(entry)
+                if chosen is not None:
+                    self._use(chosen)
             if entry.reducer is None:
                 entry.reducer = self._make_reducer(entry, buffer)
             if self._scale is not None:
@@ -201,7 +202,8 @@ class Hook(HookBuckets):
                 entry.staging.copy_(buffer)
             entry.reducer.allreduce_at(addresses, stream)
             if self._auto is not None:
-                self._auto.after(self, entry, buffer, stream)
+                self._auto.after(self._communicator(buffer), entry, buffer,
+                                 entry.index == max(self._buckets), self._seed, stream)
         if entry.staging is not None:
             buffer.copy_(entry.staging)
 
@@ -227,12 +229,11 @@ class Hook(HookBuckets):
     def choice(self) -> Optional[Dict[str, Any]]:
         """Returns what spec "auto" has chosen; None before the choice, and with another spec.
 
-        "spec"; "error": relative L2 error of one encode; "step_ms": the predicted step; "fp32_step_ms": the
-        same in FP32; "fp32_buckets": how many of the first buckets stay in FP32 because backward hides them
-        ("spec" has their parameters in dense=); "communicate_ms"; "exposed_ms": communication after the last
-        bucket is ready; "candidates": these numbers of each spec; "measured_step_ms": this rank's median of
-        20 steps after the choice, or None. The other numbers are means over the ranks. After
-        load_state_dict() only "spec", and "loaded". On one rank always None.
+        "spec"; "error": relative L2 error of one encode; "communicate_ms"; "exposed_ms": communication that
+        backward does not hide; "step_ms": this rank's predicted step; "fp32_step_ms": the same in FP32;
+        "candidates": these numbers of each spec; "measured_step_ms": this rank's median of 20 steps after the
+        choice, or None. Errors and times of communication are means over the ranks. After load_state_dict()
+        only "spec", and "loaded". On one rank always None.
         """
         return None if self._auto is None else self._auto.choice
 
@@ -300,8 +301,7 @@ class Hook(HookBuckets):
         states = as_list(state)
         saved = states[0]["spec"]
         # A state from before the choice is one of FP32, which every spec continues.
-        auto = self._auto is not None and (is_request(saved) or
-                                           without_dense(saved) in self._auto.request.specs)
+        auto = self._auto is not None and (is_request(saved) or saved in self._auto.request.specs)
         chosen = for_rank(states, saved if auto else self._named_spec(), self._place(), self._mesh)
         if self._names.are_a_models:
             check_names(chosen, self._names.all())
@@ -313,7 +313,7 @@ class Hook(HookBuckets):
         if self._auto is not None and not is_request(saved):
             self._auto.adopt(saved)
             self.spec = saved
-        elif self._auto is not None and self._auto.undecided:
+        elif self._auto is not None and self._auto.choice is None:
             self._auto.restart()
         self._carried = from_dict(chosen)
         self._from_load = True

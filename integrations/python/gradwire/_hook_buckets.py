@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional
 
 import torch
 
-from gradwire._auto import Auto
+from gradwire._auto import BucketAuto
 from gradwire._buckets import NATIVE, Bucket, Layout, Names, matrix, spec_for
 from gradwire._communicator import Communicator
 from gradwire._find_ddp import may_skip
@@ -42,7 +42,7 @@ class HookBuckets:
         spec: the spec of the buckets' reducers.
     """
 
-    def __init__(self, spec: str, seed: int, auto: Optional[Auto]) -> None:
+    def __init__(self, spec: str, seed: int, auto: Optional[BucketAuto]) -> None:
         self.spec = spec
         self._seed = seed
         self._auto = auto  # chooses the spec; None: the spec was given

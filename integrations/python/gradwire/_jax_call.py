@@ -9,7 +9,7 @@ import json
 import math
 import threading
 import weakref
-from typing import Any, Callable, Dict, FrozenSet, List, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, List, Sequence, Tuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from gradwire._jax_run import TARGET, check_mapped, ranks
+from gradwire._spec import matrix
 
 _NOT_MAPPED = ("jax.jit shards the program automatically over {} devices, but each device is a rank: call "
                "gradwire.jax inside jax.shard_map over the whole mesh (docs/for-jax.md, 'A global mesh')")
@@ -136,20 +137,11 @@ def _token() -> Any:
     return jnp.zeros((), jnp.uint32)
 
 
-def average(parts: Sequence[Dict[str, Any]], arrays: List[Any], residuals: List[Any]) -> List[Any]:
-    """Makes one custom call, in place.
+def _call(parts: Sequence[Dict[str, Any]], operands: List[Any]) -> List[Any]:
+    """Makes one custom call, in place. Returns the operands' new values.
 
     The first operand and result is a token. XLA may run custom calls in any order that their operands allow,
     so each call of a traced function takes the previous call's token.
-
-    Args:
-        parts: for each array "spec", "keeps" (whether it has a residual), "tag", "op" and "dtype"; or one
-            part with "alone": no arrays, and the call fails in a world larger than 1.
-        arrays: the arrays to average.
-        residuals: the residuals of the parts that have one.
-
-    Returns:
-        The means, then the new residuals.
     """
     # The first part has the number of mapped devices: the program may outlive this world.
     plan = json.dumps([{**parts[0], "devices": _mapped_devices()}, *parts[1:]])
@@ -174,36 +166,45 @@ def average(parts: Sequence[Dict[str, Any]], arrays: List[Any], residuals: List[
     def _vmap(axis_size: int, in_batched: Any, *operands: Any) -> Any:
         raise TypeError("gradwire.jax cannot be vmapped: call it outside of jax.vmap")
 
-    token, *results = batched(*map(varying, (_token(), *arrays, *residuals)))
+    token, *results = batched(*map(varying, (_token(), *operands)))
     if isinstance(token, jax.core.Tracer):
         _checked_p.bind(token)
     _remember(token)
+    return list(results)
+
+
+def average(parts: Sequence[Dict[str, Any]], arrays: List[Any], residuals: List[Any]) -> List[Any]:
+    """Averages arrays in one custom call.
+
+    Args:
+        parts: for each array "spec", "keeps" (whether it has a residual), "tag", "op" and "dtype".
+        arrays: the arrays to average.
+        residuals: the residuals of the parts that have one.
+
+    Returns:
+        The means, then the new residuals.
+    """
+    results = _call(parts, [*arrays, *residuals])
     means = len(arrays)
     return results[:means] + [varying(residual) for residual in results[means:]]
 
 
-def branch(predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
-    """Runs lax.cond with calls in its branches, in order with the calls before and after it."""
-    def chained(body: Callable[..., Any]) -> Callable[..., Any]:
-        def run(token: Any, *operands: Any) -> Any:
-            _remember(token)
-            out = body(*operands)
-            return _token(), out
-        return run
+def apply(spec: str, tag: str, step: Any, arrays: List[Any], residuals: List[Any],
+          factors: List[Any]) -> Tuple[List[Any], List[Any], List[Any]]:
+    """Runs a step of a reducer in one custom call.
 
-    token, out = jax.lax.cond(predicate, chained(yes), chained(no), _token(), *operands)
-    if isinstance(token, jax.core.Tracer):
-        _checked_p.bind(token)
-    _remember(token)
-    return out
+    Args:
+        spec: the reducer's spec.
+        step: the number of earlier steps, an int32.
+        arrays: float32.
+        residuals, factors: for each array; of size 0 if it has none.
 
-
-def alone(what: str) -> bool:
-    """Returns whether a codec is traced in a world of 1, in which it changes nothing.
-
-    Such a program fails in a larger world. init() makes JAX trace it again.
+    Returns:
+        (means, residuals, factors).
     """
-    ranks.traced_alone = ranks.world == 1
-    if ranks.traced_alone:
-        average([{"alone": what}], [], [])
-    return ranks.traced_alone
+    tensors = [[*matrix(a.shape), r.size > 0, f.size > 0] for a, r, f in zip(arrays, residuals, factors)]
+    states = [x for x in (*residuals, *factors) if x.size > 0]
+    results = iter(_call([{"spec": spec, "tag": tag, "tensors": tensors}], [step, *arrays, *states])[1:])
+    means = [next(results) for _ in arrays]
+    kept = [varying(next(results)) if r.size > 0 else r for r in residuals]
+    return means, kept, [next(results) if f.size > 0 else f for f in factors]

@@ -230,6 +230,20 @@ class Trial(_Checked):
     _fields_ = [("error", c_double), ("communicate_ms", c_double), ("exposed_ms", c_double)]
 
 
+class SpecInfo(_Checked):
+    """The C structure gw_spec_info."""
+
+    _fields_ = [("size", c_size_t), ("method", c_char_p), ("wire", c_char_p), ("bits", c_double),
+                ("exact", c_int32), ("small", c_int32), ("rank", c_int32), ("alternate", c_int32),
+                ("start", c_int64), ("seed", c_uint64)]
+
+
+class State(_Checked):
+    """The C structure gw_state."""
+
+    _fields_ = [("residual", c_void_p), ("factor", c_void_p)]
+
+
 FormatCallback = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_int64, c_void_p)
 
 
@@ -303,6 +317,10 @@ _SIGNATURES: Dict[str, List[Any]] = {
     ],
     "gw_reducer_allreduce": [c_void_p, POINTER(c_void_p), c_void_p,
                              POINTER(c_void_p)],
+    "gw_reducer_apply": [c_void_p, POINTER(c_void_p), POINTER(State), c_void_p, c_void_p],
+    "gw_orthonormalize": [c_void_p, c_void_p, POINTER(c_int64), c_int32, c_int32, c_uint64, c_int64, c_void_p,
+                          c_void_p],
+    "gw_spec_query": [c_char_p, c_int64, c_int64, POINTER(SpecInfo)],
     "gw_reducer_stats": [c_void_p, POINTER(Stats)],
     "gw_reducer_state_save": [c_void_p, c_void_p, c_size_t, POINTER(c_size_t)],
     "gw_reducer_state_load": [c_void_p, c_char_p, c_size_t],

@@ -1,8 +1,9 @@
-"""Reducers, for numpy arrays and torch tensors."""
+"""Reducers, for numpy arrays and torch tensors, and the choice of their spec."""
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+import math
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from gradwire import _native
 from gradwire._calls import op_of
@@ -86,6 +87,17 @@ class Reducer(Handle):
         self._comm._wait_for(("gw_reducer_allreduce", self._handle, addresses, _native.stream(stream),
                               self._comm._take_request()))
 
+    def apply_at(self, addresses: "ctypes.Array[ctypes.c_void_p]", states: "ctypes.Array[_native.State]",
+                 step: int, stream: int = 0) -> None:
+        """Reduces gradients with the state in the caller's memory: see gw_reducer_apply(). Checks nothing.
+
+        Args:
+            addresses: from addresses_of().
+            states: of each tensor.
+            step: the address of the number of earlier steps, an int32.
+        """
+        _native.call("gw_reducer_apply", self._handle, addresses, states, step, stream or None)
+
     @staticmethod
     def addresses_of(addresses: Sequence[int]) -> "ctypes.Array[ctypes.c_void_p]":
         """Returns a C array of addresses. It can be reused as long as the gradients do not move."""
@@ -148,3 +160,78 @@ class Reducer(Handle):
         blobs = [bytes(state) for state in states]
         _native.call("gw_reducer_state_load_ranks", self._handle, (ctypes.c_char_p * len(blobs))(*blobs),
                      (ctypes.c_size_t * len(blobs))(*map(len, blobs)), len(blobs))
+
+
+class Trial(NamedTuple):
+    """What choose() measured for a spec: means over the ranks.
+
+    Attributes:
+        error: relative L2 error of one encode. NaN: the spec made finite gradients not finite.
+        communicate_ms: milliseconds of averaging all gradients.
+        exposed_ms: milliseconds of it that backward does not hide.
+    """
+
+    error: float
+    communicate_ms: float
+    exposed_ms: float
+
+
+class Choice(NamedTuple):
+    """The chosen spec, and the trials by spec."""
+
+    spec: str
+    trials: Dict[str, Trial]
+
+
+def choose(comm: Communicator, specs: Sequence[str], gradients: Mapping[str, Any], *, error: float = 0.0,
+           compute_ms: float = 0.0, backward_ms: float = 0.0, bucket_bytes: int = 0, seed: int = 0,
+           stream: int = 0) -> Choice:
+    """Chooses the spec for a Reducer: the shortest step within the error; in a tie the smallest error.
+
+    Steps within 5 % tie. Collective; all ranks choose alike. Blocks. The gradients do not change. Call it
+    after a few steps, because gradients below a last layer that begins as zero are zero in the first step.
+
+    Args:
+        specs: the first is kept where no other is faster, and need not be within `error`: usually "fp32".
+        gradients: a step's gradients by name, in the order in which backward completes them: torch tensors or
+            numpy arrays. A matrix's rows are the first dimension.
+        error: the largest relative L2 error of one encode. 0: 0.1.
+        compute_ms: milliseconds of a step without communication.
+        backward_ms: the part of compute_ms that hides communication.
+        bucket_bytes: of the reducer's buckets. 0: 25 MiB.
+        seed: of the reducer.
+        stream: for CUDA tensors, the cudaStream_t as a number.
+
+    Raises:
+        BadArgument: an argument is invalid, or the mean gradient is zero or not finite.
+        CommFailed: a peer died, timed out or made a different call.
+    """
+    tensors = (_native.Tensor * max(1, len(gradients)))()
+    for item, (name, gradient) in zip(tensors, gradients.items()):
+        memory = comm._memory(gradient, f"the gradient {name!r}")
+        rows, *others = gradient.shape or (1,)
+        item.size = ctypes.sizeof(_native.Tensor)
+        item.name = _native.text(name, "the gradient's name")
+        item.rows, item.cols, item.dtype, item.grad = rows, math.prod(others), memory.dtype, memory.address
+    texts = (ctypes.c_char_p * len(specs))(*(_native.text(spec, "the spec") for spec in specs))
+    options = _native.ChooseOptions(size=ctypes.sizeof(_native.ChooseOptions), specs=texts,
+                                    n_specs=len(specs), error=error, bucket_bytes=bucket_bytes, seed=seed,
+                                    compute_ms=compute_ms, backward_ms=backward_ms)
+    trials, chosen = (_native.Trial * max(1, len(specs)))(), ctypes.c_int32()
+    comm._wait_for(("gw_choose", comm._handle, tensors, len(gradients), ctypes.byref(options),
+                    _native.stream(stream), trials, ctypes.byref(chosen)))
+    return Choice(specs[chosen.value], {
+        spec: Trial(one.error, one.communicate_ms, one.exposed_ms) for spec, one in zip(specs, trials)})
+
+
+def orthonormalize(comm: Communicator, values: int, shapes: Sequence[Tuple[int, int, int]], second: bool,
+                   seed: int, step: int, flags: int, stream: int = 0) -> None:
+    """Orthonormalizes the columns of factors in place: see gw_orthonormalize().
+
+    Args:
+        values, flags: addresses.
+        shapes: (rows, columns, number) of each factor.
+    """
+    table = (ctypes.c_int64 * (3 * len(shapes)))(*(size for shape in shapes for size in shape))
+    _native.call("gw_orthonormalize", comm._handle, values, table, len(shapes), int(second), seed, step,
+                 flags, stream or None)

@@ -1,16 +1,41 @@
-"""Parses a compression spec's text, and decides which tensors stay dense."""
+"""Compression specs: what the library says about them, their texts, and wire formats written in Python."""
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
-from typing import List, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
-# In elements, as in collectives/codec/policy_codec.h: the longest dense vector, and the smallest matrix that
-# is not dense.
-LONGEST_VECTOR, _SMALL_MATRIX = 65_536, 1_024
-# Formats of 16 bits and more, which are accurate enough for vectors.
-_WIDE = ("fp32", "bf16")
-# Formats of at least 8 bits per element, on average over 2**20. register_format() adds to them.
-fine_formats = {*_WIDE, "fp8", "int8", "mxfp8", "natural", "qsgd"}
+from gradwire import _native
+
+
+class Info(NamedTuple):
+    """What a spec does to a tensor: the fields of gw_spec_info."""
+
+    method: str
+    wire: str
+    bits: float
+    exact: bool
+    small: bool
+    rank: int
+    alternate: bool
+    start: int
+    seed: int
+
+
+def matrix(shape: Sequence[int]) -> Tuple[int, int]:
+    """Returns (rows, cols) of a tensor for the library: the first dimension, and the product of the others."""
+    rows = shape[0] if shape else 1
+    return rows, math.prod(shape[1:])
+
+
+@functools.lru_cache(maxsize=4096)
+def info_of(spec: str, shape: Tuple[int, ...] = ()) -> Info:
+    """Returns what the library says about a spec and a tensor. Raises BadArgument if the spec is invalid."""
+    found = _native.SpecInfo(size=ctypes.sizeof(_native.SpecInfo))
+    _native.call("gw_spec_query", _native.text(spec, "the spec"), *matrix(shape), ctypes.byref(found))
+    return Info(found.method.decode(), found.wire.decode(), found.bits, bool(found.exact), bool(found.small),
+                found.rank, bool(found.alternate), found.start, found.seed)
 
 
 def split(spec: str) -> Tuple[str, List[str]]:
@@ -24,70 +49,96 @@ def method_of(spec: str) -> str:
     return split(spec)[0]
 
 
+def with_options(spec: str, *options: str) -> str:
+    """Returns `spec` with more options, each "key=value"."""
+    separator = "," if ":" in spec or "," in spec else ":"
+    return spec + (separator + ",".join(options) if options else "")
+
+
 def encoded_once(spec: str) -> str:
     """Returns `spec`, by default with schedule=two_shot: each rank encodes once, and the owner adds."""
-    options = split(spec)[1]
-    if any(option.startswith("schedule=") for option in options):
-        return spec
-    return f"{spec}{',' if options else ':'}schedule=two_shot"
+    given = any(option.startswith("schedule=") for option in split(spec)[1])
+    return spec if given else with_options(spec, "schedule=two_shot")
 
 
 def is_plain(spec: str) -> bool:
     return method_of(spec) == "fp32"
 
 
-def is_small(shape: Sequence[int]) -> bool:
-    """Returns whether dense=auto means a tensor of this shape."""
-    elements = math.prod(shape)
-    return elements <= LONGEST_VECTOR if len(shape) <= 1 else elements < _SMALL_MATRIX
-
-
 def stays_dense(shape: Sequence[int], spec: str) -> bool:
-    """Returns whether a tensor of this shape is sent uncompressed."""
-    return method_of(spec) not in _WIDE and is_small(shape)
+    """Returns whether a tensor of this shape is small, and the wire format has fewer than 16 bits."""
+    info = info_of(spec, tuple(shape))
+    return info.small and info.bits < 16
 
 
-def is_coarse(wire: str) -> bool:
-    """Returns whether a wire format has fewer than 8 bits per element: dense=auto is then its default.
+# ---- Registered formats ------------------------------------------------------------------------------------
 
-    topk counts as coarse even if its k is a third of its block.
-    """
-    method, options = split(wire)
-    return method not in fine_formats or "bits=4" in options
+# The library may call them until the process ends.
+_kept: List[Any] = []
 
 
-def powersgd_rank(rows: int, cols: int, rank: int, min_ratio: float) -> int:
-    """Returns the rank of a matrix's factors; 0: not compressed. As in collectives/codec/low_rank_codec.cpp.
+def register_format(name: str, *, block: int, bytes: int, encode: Callable[[Any], Any],
+                    decode: Callable[[Any], Any]) -> None:
+    """Registers a custom wire format in this process. Every spec can then contain `name`. Host only.
+
+    Call it on every rank with the same functions. Ranks whose block or bytes differ get CommFailed in the
+    first call that uses the format. Registering a name again with the same block and bytes, as a notebook or
+    a reload does, replaces the functions. register_format() tries both functions on random blocks.
+
+    Error feedback works as for other formats. A call covers many blocks, up to 2**20 values, so a bucket
+    takes few calls into Python. The arrays are copies, which the functions may change or keep. The last block
+    of a chunk is padded with zeros. The functions run on other threads, and concurrently where ranks are
+    threads: they should not change shared state.
 
     Args:
-        rank, min_ratio: PowerSGD's options.
+        name: letters, digits and '_'. allreduce_(t, "mine"), Reducer(comm, "mine:schedule=ring", ...),
+            Hook("mine"), Hook("powersgd:rank=4,wire=mine").
+        block: values per block, 1 to 65536.
+        bytes: bytes per encoded block, 1 to 1048576.
+        encode: float32 array (n, block) -> uint8 array (n, bytes).
+        decode: uint8 array (n, bytes) -> float32 array (n, block). Must depend on the bytes alone, so that
+            all ranks get the same bits. Should return NaN where a value was NaN or infinite, so that the
+            error shows.
+
+    Raises:
+        BadArgument: the name or a size is invalid; the name is a built-in format, or registered with other
+            sizes; a function raised, or returned an array of the wrong shape or type. When a function fails
+            later, the call that uses the format raises CommFailed on every rank. On this rank the function's
+            error is its cause.
     """
-    if rows <= 1 or cols <= 1 or max(rows, cols) >= 1 << 30 or rows * cols >= 1 << 40:
-        return 0
-    rank = min(rows, cols, rank)
-    return rank if float((rows + cols) * rank) * min_ratio < float(rows * cols) else 0
+    import numpy as np
+
+    def callback(function: Callable[[Any], Any], taken: Tuple[int, Any], given: Tuple[int, Any]) -> Any:
+        def run(_user: Optional[int], source: int, blocks: int, destination: int) -> Optional[int]:
+            _native.callbacks.running += 1
+            try:
+                array = np.empty((blocks, taken[0]), taken[1])
+                ctypes.memmove(array.ctypes.data, source, array.nbytes)
+                result = function(array)
+                if not isinstance(result, np.ndarray) or result.dtype != given[1] \
+                        or result.shape != (blocks, given[0]) or hasattr(result, "mask"):
+                    return _native.failed(f"returned {_described(result)}, expected "
+                                          f"{np.dtype(given[1])} of shape {(blocks, given[0])}")
+                result = np.ascontiguousarray(result)
+                ctypes.memmove(destination, result.ctypes.data, result.nbytes)
+                return None
+            except BaseException as error:  # ctypes would print it and continue
+                return _native.failed(f"raised {type(error).__name__}: {error}", error)
+            finally:
+                _native.callbacks.running -= 1
+
+        return _native.FormatCallback(run)
+
+    values, encoded = (block, np.float32), (bytes, np.uint8)
+    format = _native.Format(size=ctypes.sizeof(_native.Format), name=_native.text(name, "the format's name"),
+                            block=block, bytes=bytes, encode=callback(encode, values, encoded),
+                            decode=callback(decode, encoded, values))
+    _kept.append(format)
+    _native.call("gw_format_register", ctypes.byref(format))
 
 
-def patterns(every: Sequence[str], some: Sequence[str]) -> List[str]:
-    """Returns names and patterns for dense= ("layer1.*") that match exactly `some` of the names `every`."""
-    wanted, found = set(some), []
-    left = list(some)
-    while left:
-        name = left[0]
-        parts = name.split(".")
-        prefixes = [".".join(parts[:n]) + "." for n in range(1, len(parts))]
-        whole = [p for p in prefixes if all(other in wanted for other in every if other.startswith(p))]
-        found.append(f"{whole[0]}*" if whole else name)
-        left = [other for other in left[1:] if not whole or not other.startswith(whole[0])]
-    return found
-
-
-def with_dense(spec: str, names: Sequence[str]) -> str:
-    """Returns the spec with more dense tensors: names or patterns."""
-    return f"{spec}{',' if ':' in spec else ':'}dense=+{'+'.join(names)}"
-
-
-def without_dense(spec: str) -> str:
-    """Reverses with_dense()."""
-    position = spec.rfind("dense=+")
-    return spec if position < 0 else spec[:position - 1]
+def _described(result: Any) -> str:
+    if hasattr(result, "dtype") and hasattr(result, "shape"):
+        kind = "" if type(result).__module__ == "numpy" else f" ({type(result).__name__})"
+        return f"{result.dtype} of shape {tuple(result.shape)}{kind}"
+    return type(result).__name__

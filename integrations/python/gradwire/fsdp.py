@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _native
-from gradwire._auto import Request, is_request
-from gradwire._fsdp_arguments import candidates, check_spec, dense_rule
-from gradwire._fsdp_auto import FsdpAuto
+from gradwire._auto import PLAIN, GroupAuto, Request, is_request, parse
+from gradwire._fsdp_arguments import check_spec, dense_rule
 from gradwire._fsdp_comm import AllGather, Communicators, Options, ParamGroup, ReduceScatter
 from gradwire._fsdp_low_rank import LowRank, is_low_rank
 from gradwire._fsdp_low_rank import read as read_low_rank
@@ -80,7 +79,7 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
     timeout_s, seed = _native.seconds(timeout_s), _native.integer(seed, "seed", ctypes.c_uint64)
     if residual not in MODES:
         raise _native.BadArgument(f"residual must be one of {', '.join(map(repr, MODES))}, not {residual!r}")
-    request = candidates(gradients) if is_request(gradients) else None
+    request = parse(gradients, ("bf16", "int8", "int4")) if is_request(gradients) else None
     formats = [gradients] if request is None else request.specs
     gradients = formats[0]
     for argument, spec in (*(("gradients", spec) for spec in formats), ("weights", weights)):
@@ -108,7 +107,7 @@ class Compression:
     def __init__(self, model: torch.nn.Module, modules: List[Any], options: Options,
                  request: Optional[Request], options_of: Callable[[str], Options]) -> None:
         self._options = options
-        self._auto = None if request is None else FsdpAuto(request, options_of, self._use)
+        self._auto, self._options_of = None if request is None else GroupAuto(request), options_of
         self._communicators = Communicators(options.timeout_s)
         self._restore: List[Callable[[], None]] = []
         self._groups: List[ParamGroup] = []
@@ -233,17 +232,18 @@ class Compression:
             with contextlib.suppress(ValueError, AssertionError):  # already destroyed with the default group
                 dist.destroy_process_group(alone)
 
-    def _use(self, options: Options) -> None:
-        self._options = options
+    def use(self, gradients: str) -> None:
+        """Reduces all groups' gradients in another format from now on. For gradients="auto"."""
+        self._options = self._options_of(gradients)
         for group in self._groups:
-            group.use(options, can_undo=self._end_of_scaler is not None)
+            group.use(self._options, can_undo=self._end_of_scaler is not None)
 
     @property
     def choice(self) -> Optional[Dict[str, Any]]:
         """Returns what gradients="auto" has chosen, after seven backwards in FP32; otherwise None.
 
-        As gradwire.torch.Hook.choice, but errors are those of the averaged gradients, and "measured_step_ms"
-        is None. Backwards with a gradient that is not finite come in addition. On one rank always None.
+        As gradwire.torch.Hook.choice, measured on one parameter group, and "measured_step_ms" is None.
+        Backwards with a gradient that is not finite come in addition. On one rank always None.
         """
         return None if self._auto is None else self._auto.choice
 
@@ -363,15 +363,19 @@ class Compression:
                                       "package reads version 1")
         states = states_here(states, [{kind: s[kind] for kind in ("shard", "replica")} for s in states],
                              self._other_dimensions())
-        adopts = self._auto is not None and self._auto.choice is None and not states[0].get("undecided")
-        if self._auto is not None and adopts:
-            self._auto.adopt(states[0]["gradients"])
+        auto = self._auto if not states[0].get("undecided") else None
+        adopted = [spec for spec in (auto.request.specs if auto is not None and auto.choice is None else ())
+                   if encoded_once(spec) == states[0]["gradients"]]
+        if auto is not None and adopted:
+            auto.adopt(adopted[0])
+            self.use(adopted[0])
         try:
             for s in states:
                 self._check_names(s)
         except _native.BadArgument:
-            if self._auto is not None and adopts:
-                self._auto.drop()
+            if auto is not None and adopted:
+                auto.choice = None
+                self.use(PLAIN)
             raise
         known = {name for s in states for name in s.get("parameters", s["tensors"])}
         unknown = [name for name in self._kept() if name not in known]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import datetime
-import functools
 import os
 import secrets
 import socket
@@ -21,10 +20,11 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src import core, distributed  # the axes of a trace and jax.distributed's store have no public names
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
-from gradwire import _jax_call, _jax_codecs, _jax_run, _native
+from gradwire import _jax_call, _jax_run, _native
 from gradwire._communicator import Communicator
 from gradwire._jax_run import DTYPES, ranks
 from gradwire._jax_state import CompressState as CompressState
@@ -32,13 +32,14 @@ from gradwire._jax_state import check_state
 from gradwire._jax_state import partition_specs as partition_specs
 from gradwire._jax_state import rescale as rescale
 from gradwire._port import reserve_port
-from gradwire._reducer import Reducer
-from gradwire._spec import method_of, split, stays_dense
+from gradwire._reducer import Reducer, orthonormalize
+from gradwire._spec import info_of, matrix, method_of, split, stays_dense, with_options
 
 TIMEOUT_S = 1800.0
 # Leaves of fewer elements are copied into one message. A message costs at least as much as this number of
 # bytes.
 _SMALL = 1 << 16
+_CODECS = ("powersgd", "randk")
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -94,8 +95,6 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
 
 def shutdown() -> None:
     """Leaves the group after computations in flight. init() may be called again."""
-    for communicator, _ in ranks.communicators.values():
-        communicator.close()
     ranks.set({}, 0)
 
 
@@ -154,12 +153,12 @@ def compress(spec: str, *, error_feedback: bool = True, dense: bool = True,
         error_feedback: False: rounding errors are lost, and there are no residuals.
         dense: True: in formats of fewer than 16 bits, vectors of up to 65,536 elements and other arrays of
             fewer than 1,024 elements are not compressed: they are sent in FP32, bfloat16 arrays in BF16.
-            random-k sends these arrays in its wire= format. PowerSGD sends non-matrices, matrices too small
-            for the rank and, if wire= has fewer than 8 bits, matrices of fewer than 1,024 elements in its
-            wire= format. Without wire= that is FP32, or BF16 if all arrays are bfloat16.
+            random-k and, if wire= has fewer than 8 bits, PowerSGD send these arrays in FP32. PowerSGD sends
+            other arrays that it does not compress in its wire= format, by default FP32, or BF16 if all arrays
+            are bfloat16.
         name: names the calls in errors. By default the call's file and line.
     """
-    if _jax_codecs.is_codec(method_of(spec)):
+    if method_of(spec) in _CODECS:
         return _compress_by_codec(spec, error_feedback, dense, name)
     _check_spec(spec)
     keeps = error_feedback and method_of(spec) != "fp32"
@@ -183,51 +182,75 @@ def compress(spec: str, *, error_feedback: bool = True, dense: bool = True,
 
 def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) -> GradientTransformation:
     _check_options(spec)
-    with Communicator() as alone:  # the library checks the rest of the spec
-        Reducer(alone, spec, []).close()
-    codec = _jax_codecs.read(spec)  # for shapes, which do not depend on the default of wire=
+    method, options = split(spec)
 
-    def chosen(leaf: Any) -> bool:
-        return _jax_codecs.is_compressed(codec, leaf, dense)
+    def full(leaves: Sequence[Any]) -> str:
+        """Returns the reducer's spec."""
+        own = [] if error_feedback else ["ef=off"]
+        if not dense or method == "randk":
+            own.append("dense=auto" if dense else "dense=off")
+        if (leaves and all(str(leaf.dtype) == "bfloat16" for leaf in leaves)
+                and not any(option.startswith("wire=") for option in options)):
+            own.append("wire=bf16")
+        return with_options(spec, *own)
 
-    def first_factor(leaf: Any, index: int) -> Any:
-        has_one = chosen(leaf) and codec.method == "powersgd"
-        return _jax_codecs.first_factor(codec, leaf, index) if has_one else jnp.zeros(0, jnp.float32)
+    with Communicator() as alone:  # the library checks the spec
+        Reducer(alone, full([]), []).close()
+
+    def kept(leaves: Sequence[Any]) -> List[Tuple[bool, int, int]]:
+        """Returns for each array whether it has a residual, and the rows and columns of its factor, or 0."""
+        found, reducer_spec = [], full(leaves)
+        for leaf in leaves:
+            info, (rows, cols) = info_of(reducer_spec, leaf.shape), matrix(leaf.shape)
+            sent_dense = dense and info.small and (method == "randk" or info.bits < 8)
+            rank = 0 if sent_dense else info.rank
+            lossy = not sent_dense and (rank > 0 or method == "randk" or not info.exact)
+            found.append((error_feedback and lossy and leaf.size > 0,
+                          (cols + rows if info.alternate else cols) if rank else 0, rank))
+        return found
 
     def init_state(params: Any) -> CompressState:
         _, leaves, structure = _arrays("compress", params)
-        lossy = _jax_codecs.read(spec, leaves).lossy
-        residuals = [_no_residual(leaf, error_feedback and (lossy or chosen(leaf))) for leaf in leaves]
-        factors = [first_factor(leaf, i) for i, leaf in enumerate(leaves)]
+        numbers = {i: number for number, i in enumerate(i for i, leaf in enumerate(leaves) if leaf.size > 0)}
+        has, seed = kept(leaves), info_of(full(leaves)).seed
+        residuals = [_no_residual(leaf, keeps) for leaf, (keeps, _, _) in zip(leaves, has)]
+        factors = [_first_factor(leaf, numbers[i], rows, rank, seed) if rank else jnp.zeros(0, jnp.float32)
+                   for i, (leaf, (_, rows, rank)) in enumerate(zip(leaves, has))]
         return CompressState(tree_unflatten(structure, residuals), tree_unflatten(structure, factors),
                              jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: CompressState, params: Any = None) -> Tuple[Any, CompressState]:
         del params
         paths, leaves, structure = _checked("compress", updates)
-        shapes = [jax.eval_shape(functools.partial(first_factor, leaf, i)).shape
-                  for i, leaf in enumerate(leaves)]
-        check_state(state, structure, paths, leaves, shapes)
-        if _jax_call.alone(f"gradwire.jax.compress at {name or _call_site()}"):
-            return updates, state._replace(step=state.step + 1)
-        what = _described(f"compress at {name or _call_site()}", paths, leaves)
-
-        def send(arrays: Sequence[Any], residuals: Sequence[Any], wire: str, part: str) -> Any:
-            return _send(arrays, residuals, wire, f"{what}, {part}")
-
-        kept = [_jax_codecs.Leaf(leaf, residual, factor, chosen(leaf), i)
-                for i, (leaf, residual, factor) in enumerate(zip(
-                    leaves, jax.tree.leaves(state.residual), jax.tree.leaves(state.factor))) if leaf.size > 0]
-        out, residuals, factors = (list(leaves), jax.tree.leaves(state.residual),
-                                   jax.tree.leaves(state.factor))
-        results = _jax_codecs.step(_jax_codecs.read(spec, leaves), kept, state.step, error_feedback, send,
-                                   _jax_call.branch)
-        for leaf, mean, residual, factor in zip(kept, *results):
-            out[leaf.place], residuals[leaf.place], factors[leaf.place] = mean, residual, factor
+        residuals = check_state(state, structure, paths, leaves,
+                                [(rows, rank) if rank else (0,) for _, rows, rank in kept(leaves)])
+        factors, out = jax.tree.leaves(state.factor), list(leaves)
+        some = [i for i, leaf in enumerate(leaves) if leaf.size > 0]
+        if some:
+            means, new_residuals, new_factors = _jax_call.apply(
+                full(leaves), _described(f"compress at {name or _call_site()}", paths, leaves), state.step,
+                [leaves[i].astype(jnp.float32) for i in some], [residuals[i] for i in some],
+                [factors[i] for i in some])
+            for i, mean, residual, factor in zip(some, means, new_residuals, new_factors):
+                out[i], residuals[i], factors[i] = mean.astype(leaves[i].dtype), residual, factor
         return tree_unflatten(structure, out), CompressState(
             tree_unflatten(structure, residuals), tree_unflatten(structure, factors), state.step + 1)
 
     return GradientTransformation(init_state, update)
+
+
+def _first_factor(leaf: Any, number: int, rows: int, rank: int, seed: int) -> Any:
+    """Returns the library's first Q of an array, with alternate=on followed by P."""
+    factor, flags = np.zeros((rows, rank), np.float32), np.zeros(1, np.int32)
+    cols = matrix(leaf.shape)[1]
+    with Communicator() as alone:
+        for second, part in ((True, factor[:cols]), (False, factor[cols:])):
+            if part.size > 0:
+                drawn = np.zeros(part.shape, np.float32)
+                orthonormalize(alone, drawn.ctypes.data, [(len(drawn), rank, number)], second, seed, 0,
+                               flags.ctypes.data)
+                part[:] = drawn
+    return jnp.asarray(factor)
 
 
 # ---- Before the call: the messages, their formats and names ------------------------------------------------
@@ -245,7 +268,7 @@ class _Part(NamedTuple):
 
 def _check_spec(spec: str) -> None:
     _native.text(spec, "the spec")
-    if _jax_codecs.is_codec(method_of(spec)):
+    if method_of(spec) in _CODECS:
         raise _native.BadArgument(f"'{spec}' keeps state between steps, but an average has none: use "
                                   "gradwire.jax.compress(), or a wire format such as int8")
     _check_options(spec)
@@ -366,31 +389,6 @@ def _checked(what: str, tree: Any) -> Tuple[List[str], List[Any], Any]:
                              "with respect to varying parameters: jax.lax.pcast(parameters, axes, "
                              "to='varying') (docs/for-jax.md, 'A global mesh')")
     return paths, leaves, structure
-
-
-def _send(arrays: Sequence[Any], residuals: Sequence[Any], spec: str,
-          tag: str) -> Tuple[List[Any], List[Any]]:
-    """Averages `arrays` in one message. A residual is empty or has its array's shape.
-
-    Returns:
-        (FP32 means, new residuals).
-    """
-    if not arrays:
-        return [], []
-    keeps = any(r.size for r in residuals)
-    part = {"spec": spec, "keeps": keeps, "tag": tag, "op": "avg", "dtype": _native.FLOAT32}
-    flat = jnp.concatenate([a.astype(jnp.float32).ravel() for a in arrays])
-    kept = [jnp.concatenate([r.ravel() if r.size else jnp.zeros(a.size, jnp.float32)
-                             for r, a in zip(residuals, arrays)])] if keeps else []
-    results = _jax_call.average([part], [flat], kept)
-    means, lost = [], []
-    begin = 0
-    for array, residual in zip(arrays, residuals):
-        end = begin + array.size
-        means.append(results[0][begin:end].reshape(array.shape))
-        lost.append(results[1][begin:end].reshape(residual.shape) if residual.size else residual)
-        begin = end
-    return means, lost
 
 
 def _join(arrays: List[Any]) -> Any:
