@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire._loss_scale import follow
+from gradwire._hook_state import follow
 from gradwire.torch import Hook, compress
 
 import loss_scale

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 import gradwire
 import torch
 from dion_test import gradients, parameters
-from gradwire._state import unpack
+from gradwire._reducer import unpack
 from gradwire.torch import Dion
 from thread_ranks import run_ranks
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import gradwire
 import gradwire.torch
-from gradwire import _state
+from gradwire import _reducer
 from gradwire.torch import Hook
 
 from ddp_training import TASKS, Run, same_on_all_ranks
@@ -37,7 +37,7 @@ def nothing_is_lost() -> None:
                 reducer.allreduce(gradients)
                 applied += np.concatenate([g.ravel() for g in gradients])
             same_on_all_ranks(torch.from_numpy(applied), spec)
-            state = _state.unpack(reducer.save_state())
+            state = _reducer.unpack(reducer.save_state())
             kept = np.concatenate([np.frombuffer(state.tensors[name].entries["residual"].data, np.float32)
                                    for name in shapes])
             check(bool(np.abs(kept).max() > 1e-3), f"{spec} lost nothing at all")

@@ -5,7 +5,7 @@ import math
 
 import gradwire
 from gradwire._process_group import communicator
-from gradwire._state import unpack
+from gradwire._reducer import unpack
 
 from fsdp_low_rank import Sharded, gradients_of, meshes
 from rank import check, say

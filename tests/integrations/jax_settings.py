@@ -13,7 +13,7 @@ import numpy as np
 
 import gradwire
 import gradwire.jax
-from gradwire import _state
+from gradwire import _reducer
 from jax_world import RANK, WORLD, refused
 from thread_ranks import run_ranks
 
@@ -118,7 +118,7 @@ def powersgd_compresses_what_the_library_compresses() -> None:
         found = []
         for spec in specs:
             with contextlib.closing(gradwire.Reducer(comm, spec, [(str(s), *s) for s in shapes])) as reducer:
-                states = _state.unpack(reducer.save_state()).tensors
+                states = _reducer.unpack(reducer.save_state()).tensors
             found.append({name: len(state.entries["factor"].data) // 4 if "factor" in state.entries else 0
                           for name, state in states.items()})
         return found

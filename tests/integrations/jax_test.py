@@ -77,10 +77,10 @@ def cuda() -> int:
     import jax.numpy as jnp
 
     import gradwire.jax
-    from gradwire import _jax_run
+    from gradwire import _jax_ffi
 
     gradwire.jax.init()
-    _jax_run.ranks.world = 2
+    _jax_ffi.ranks.world = 2
     transformation = gradwire.jax.compress("powersgd:rank=2,wire=bf16,start=3")
     state = transformation.init({"w": jnp.ones((40, 60))})
     lowered = jax.jit(lambda g, s: transformation.update(g, s)).trace({"w": jnp.ones((40, 60))}, state).lower(

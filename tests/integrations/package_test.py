@@ -191,7 +191,7 @@ class Package(unittest.TestCase):
         # version 2.66.6 in another folder.
         source = "int ncclGetVersion(int* version) { *version = %d; return 0; }"
         ask = (
-            "import ctypes; from gradwire._nccl import load_nccl; first = load_nccl(); number ="
+            "import ctypes; from gradwire._communicator import load_nccl; first = load_nccl(); number ="
             " ctypes.c_int(); ctypes.CDLL('libnccl.so.2').ncclGetVersion(ctypes.byref(number)); print(first,"
             " number.value)"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import threading
 import unittest
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 import gradwire
-from gradwire import _fsdp_arguments, _fsdp_low_rank, _spec, _state
+from gradwire import _reducer, _spec
 from gradwire._port import reserve_port
 from thread_ranks import run_ranks
 
@@ -38,40 +37,6 @@ class Reducers(unittest.TestCase):
                     sent.append(reducer.stats()["wire_bytes"])
                     reducer.close()
                 self.assertEqual(_spec.info_of("int8", shape).small, sent[0] != sent[1], (shape, sent))
-
-        run_ranks(2, body)
-
-    def test_powersgd_rank_matches_the_library(self) -> None:
-        for name, size in (("fine", 64), ("coarse", 63)):
-            gradwire.register_format(
-                name, block=64, bytes=size, encode=lambda v, n=size: np.zeros((len(v), n), np.uint8),
-                decode=lambda b: np.zeros((len(b), 64), np.float32))
-        sides = (1, 2, 3, 4, 5, 6, 7, 8, 15, 16, 17, 30, 31, 32, 33, 64, 341, 342, 1_023, 1_025)
-        shapes = [(rows, cols) for rows in sides for cols in sides if rows * cols < 20_000]
-        wires = ("fp32", "bf16", "fp8", "int8", "int8:block=32", "int4", "int2", "mxfp8", "mxfp6", "mxfp4",
-                 "nvfp4", "natural", "qsgd", "qsgd:block=32", "qsgd:block=128,bits=4", "qsgd:block=32,bits=4",
-                 "sign", "terngrad", "eden", "eden:bits=5", "varbits", "topk", "topk:k=1024", "fine",
-                 "coarse")
-
-        def body(comm: gradwire.Communicator) -> None:
-            options = itertools.product(("fp32", "int4"), (1, 2, 3, 8, 512),
-                                        ("0", "0.5", "1", "1.1", "2", "1e6"))
-            for wire, rank, ratio in (*options, *((wire, 1, "1") for wire in wires)):
-                spec = f"powersgd:rank={rank},min_ratio={ratio},wire={wire.replace(':', ',')}"
-                low_rank = _fsdp_low_rank.read(spec)
-                for dense in (True, False):
-                    is_dense = _fsdp_arguments.dense_rule(dense, spec, low_rank)
-                    with contextlib.closing(gradwire.Reducer(
-                            comm, spec + ("" if dense else ",dense=off"),
-                            [(str(shape), *shape) for shape in shapes])) as reducer:
-                        states = _state.unpack(reducer.save_state()).tensors
-                    for shape in shapes:
-                        info = _spec.info_of(spec, shape)
-                        found = 0 if dense and info.bits < 8 and info.small else info.rank
-                        factor = states[str(shape)].entries.get("factor")
-                        self.assertEqual(found, len(factor.data) // 4 // shape[1] if factor else 0,
-                                         (spec, dense, shape))
-                        self.assertEqual(is_dense("", torch.Size(shape)), found == 0, (spec, dense, shape))
 
         run_ranks(2, body)
 
@@ -251,7 +216,7 @@ class Reducers(unittest.TestCase):
             def sums(states: List[bytes]) -> Dict[str, Any]:
                 total: Dict[str, Any] = {}
                 for state in states:
-                    for name, tensor in _state.unpack(state).tensors.items():
+                    for name, tensor in _reducer.unpack(state).tensors.items():
                         if "residual" in tensor.entries:
                             values = np.frombuffer(tensor.entries["residual"].data,
                                                    np.float32).astype(np.float64)
@@ -300,12 +265,12 @@ class Reducers(unittest.TestCase):
             for step in range(3):
                 straight.allreduce(self.gradients(comm.rank, step))
             blob = straight.save_state()
-            state = _state.unpack(blob)
+            state = _reducer.unpack(blob)
             self.assertEqual(state.steps, 3)
             self.assertEqual(set(state.tensors), {"a", "b", "c"})
-            self.assertEqual(_state.pack(state), bytes(blob))
+            self.assertEqual(_reducer.pack(state), bytes(blob))
             backwards = state._replace(tensors=dict(reversed(list(state.tensors.items()))))
-            resumed.load_state(_state.pack(backwards))
+            resumed.load_state(_reducer.pack(backwards))
             for step in range(3, 6):
                 a, b = self.gradients(comm.rank, step), self.gradients(comm.rank, step)
                 straight.allreduce(a)
@@ -319,7 +284,7 @@ class Reducers(unittest.TestCase):
             with self.assertRaisesRegex(gradwire.BadArgument, "damaged"):
                 resumed.load_state(bytes(blob[:-1]) + b"?")
             with self.assertRaises(ValueError):
-                _state.unpack(blob[:-1])
+                _reducer.unpack(blob[:-1])
             with self.assertRaises(ValueError):
                 straight.allreduce(self.gradients(0, 0)[:2])
             with self.assertRaisesRegex(ValueError, "gradient 1"):

@@ -10,8 +10,8 @@ from typing import Any, Dict, List, Tuple
 import numpy as np
 
 import gradwire
-from gradwire import _native, _spec, _state
-from gradwire._reducer import Reducer, orthonormalize
+from gradwire import _native, _spec
+from gradwire._reducer import Reducer, orthonormalize, unpack
 from thread_ranks import run_ranks
 
 SHAPES = [(60, 48), (7, 1), (33, 70), (1, 2000), (2, 3)]
@@ -51,7 +51,7 @@ class CallersState:
 
 
 def saved(reducer: Reducer) -> Dict[Tuple[str, str], bytes]:
-    tensors = _state.unpack(reducer.save_state()).tensors
+    tensors = unpack(reducer.save_state()).tensors
     return {(name, kind): entry.data for name, t in tensors.items() for kind, entry in t.entries.items()}
 
 

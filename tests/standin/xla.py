@@ -38,7 +38,6 @@ jax.profiler = types.SimpleNamespace(
 sys.modules["jax"] = jax
 
 from gradwire import _jax_ffi as ffi  # noqa: E402
-from gradwire import _jax_run  # noqa: E402
 
 
 class Failure(NamedTuple):
@@ -153,7 +152,7 @@ def metadata(platform: str) -> Tuple[int, int, int]:
 
 
 def register() -> None:
-    _jax_run.register()
+    ffi.register_average()
 
 
-ranks = _jax_run.ranks
+ranks = ffi.ranks

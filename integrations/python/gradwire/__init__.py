@@ -21,14 +21,12 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from gradwire._calls import Request
-from gradwire._reducer import Choice, choose
-from gradwire._communicator import Communicator
-from gradwire._spec import register_format
+from gradwire._communicator import Communicator, Request
 from gradwire._memory import memory_of
 from gradwire._native import (BadArgument, BadHandle, CommFailed, DeviceFailed, Error, NoMemory, NotDone,
                               Unsupported, __version__)
-from gradwire._reducer import Reducer
+from gradwire._reducer import Choice, Reducer, choose
+from gradwire._spec import register_format
 
 __all__ = ["BadArgument", "BadHandle", "Choice", "CommFailed", "Communicator", "DeviceFailed", "Error",
            "NoMemory", "NotDone", "Reducer", "Request", "Unsupported", "allreduce_", "choose",

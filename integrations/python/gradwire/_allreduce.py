@@ -9,9 +9,7 @@ import torch.distributed as dist
 from gradwire import _native
 from gradwire._communicator import Communicator
 from gradwire._memory import memory_of
-from gradwire._process_group import Origin, communicator, normal_tensors
-from gradwire._profile import during
-
+from gradwire._process_group import Origin, communicator, during, normal_tensors
 
 class _Default:
     """The communicator of the default process group for one device."""

@@ -1,16 +1,127 @@
 """Communicators, for numpy arrays and torch tensors."""
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib.util
 import os
+import threading
 import weakref
-from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, Union
 
 from gradwire import _native
-from gradwire._calls import Flag, Request, call_options, of_thread, op_of
-from gradwire._interrupt import Call, interruptible
 from gradwire._memory import Handle, Memory, destroy, memory_of
-from gradwire._nccl import load_nccl
+from gradwire._native import Call, interruptible
+
+# ---- Calls: options, owners, requests and cancellation -----------------------------------------------------
+
+
+def op_of(op: str) -> int:
+    if op not in ("sum", "avg"):
+        raise ValueError(f"op must be 'sum' or 'avg', not {op!r}")
+    return _native.SUM if op == "sum" else _native.AVG
+
+
+class _OfThread(threading.local):
+    """This thread's owner of calls, and the request of its next call.
+
+    Attributes:
+        request: set by Communicator.start(): the communicator, and the handle for its next collective call.
+        owner: see calls_of().
+    """
+
+    request: "Optional[Tuple[Communicator, ctypes.c_void_p]]" = None
+    owner: Any = None
+
+
+of_thread = _OfThread()
+
+
+@contextlib.contextmanager
+def calls_of(owner: Any) -> Iterator[None]:
+    """Marks this thread's calls as made by `owner`: see Communicator._claim()."""
+    before, of_thread.owner = of_thread.owner, owner
+    try:
+        yield
+    finally:
+        of_thread.owner = before
+
+
+class Flag:
+    """Cancels a call of another thread."""
+
+    def __init__(self) -> None:
+        self.value = ctypes.c_int32(0)
+
+    def set(self) -> None:
+        self.value.value = 1
+
+
+def call_options(
+        tag: str = "", residual: Optional[int] = None,
+        request: "Optional[ctypes._Pointer[ctypes.c_void_p]]" = None) -> Optional[_native.CallOptions]:
+    """Returns the gw_call_options of a call; None if all options are the defaults."""
+    if not tag and residual is None and request is None:
+        return None
+    return _native.CallOptions(size=ctypes.sizeof(_native.CallOptions), tag=_native.text(tag, "the tag")
+                               or None, residual=residual, request=request)
+
+
+class Request(Handle):
+    """A call started by Communicator.start(). close() blocks until the call is done."""
+
+    def __init__(self, handle: ctypes.c_void_p, arrays: Any, comm: Communicator) -> None:
+        super().__init__("gw_request_destroy", handle)
+        self._arrays = arrays  # keeps the arrays' memory alive
+        self._comm = comm
+
+    def done(self) -> bool:
+        """Returns whether the result is ready. Raises CommFailed if the call has failed."""
+        try:
+            _native.call("gw_request_wait", self._handle, 0)
+        except _native.NotDone:
+            return False
+        return True
+
+    def wait(self, timeout_s: Optional[_native.Seconds] = None) -> None:
+        """Blocks until the result is ready.
+
+        Args:
+            timeout_s: the longest wait, in seconds or as a timedelta. None: until the communicator's timeout.
+
+        Raises:
+            CommFailed: the call failed.
+            NotDone: timed out; the call is still running. NotDone is also a TimeoutError.
+        """
+        longest = 2**62 if timeout_s is None else _native.milliseconds(timeout_s, least=0)
+        self._comm._wait_for(("gw_request_wait", self._handle, longest))
+
+
+def load_nccl() -> str:
+    """Loads NCCL, so that the library finds it when it asks the dynamic linker for libnccl.so.2.
+
+    In order of precedence: GRADWIRE_NCCL_LIBRARY; an NCCL that this process has loaded, as PyTorch does; the
+    NCCL installed by pip; the NCCL that the dynamic linker finds.
+
+    Returns:
+        The version, such as "2.28.9"; "" if there is no NCCL.
+    """
+    chosen = os.environ.get("GRADWIRE_NCCL_LIBRARY")
+    places = [(chosen, os.RTLD_NOW)] if chosen else [("libnccl.so.2", os.RTLD_NOW | os.RTLD_NOLOAD)]
+    if not chosen:
+        with contextlib.suppress(ImportError):
+            spec = importlib.util.find_spec("nvidia.nccl")
+            places += [(os.path.join(folder, "lib", "libnccl.so.2"), os.RTLD_NOW)
+                       for folder in (spec.submodule_search_locations or [] if spec else [])]
+        places.append(("libnccl.so.2", os.RTLD_NOW))
+    for path, mode in places:
+        with contextlib.suppress(OSError, AttributeError):
+            number = ctypes.c_int()
+            ctypes.CDLL(path, mode=mode).ncclGetVersion(ctypes.byref(number))
+            return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+    return ""
+
+# ---- Communicators -----------------------------------------------------------------------------------------
 
 
 class Communicator(Handle):

@@ -13,9 +13,8 @@ from gradwire._communicator import Communicator
 from gradwire._hook_state import entry_of, tensor_of
 from gradwire._native import BadArgument, integer
 from gradwire._process_group import communicator, normal_tensors
-from gradwire._reducer import Reducer
+from gradwire._reducer import Reducer, pack, unpack
 from gradwire._spec import is_plain, stays_dense
-from gradwire._state import pack, unpack
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # A parameter: its name in the reducer, which says its algorithm, and its group.

@@ -15,7 +15,7 @@ import torch
 
 from gradwire import _native
 from gradwire._communicator import Communicator
-from gradwire._state import State, TensorState, entries_of, unpack
+from gradwire._reducer import State, TensorState, entries_of, unpack
 
 _log = logging.getLogger("gradwire")
 _STEPS = 1 << 20  # step numbers are compared modulo this, because they are sent as float32

@@ -11,19 +11,15 @@ import torch.distributed as dist
 from gradwire import _native
 from gradwire._auto import BucketAuto, is_request
 from gradwire._buckets import Bucket, real_view, total_stats
-from gradwire._calls import calls_of
-from gradwire._communicator import Communicator
+from gradwire._communicator import Communicator, calls_of
 from gradwire._elastic import Elastic, check_uses_no_process_group
 from gradwire._find_ddp import PYTHON_REDUCER
 from gradwire._hook_buckets import HookBuckets
-from gradwire._hook_state import (Checkpoint, Place, as_list, check_names, for_rank, from_dict, gathered,
-                                  to_dict)
-from gradwire._loss_scale import LossScale
+from gradwire._hook_state import (Checkpoint, LossScale, Place, as_list, check_names, for_rank, from_dict,
+                                  gathered, to_dict)
 from gradwire._mesh import other_dimensions, root_of
-from gradwire._process_group import TIMEOUT_S, Origin, communicator, place_in
-from gradwire._profile import during, until
-from gradwire._reducer import Reducer
-from gradwire._state import State
+from gradwire._process_group import TIMEOUT_S, Origin, communicator, during, place_in, until
+from gradwire._reducer import Reducer, State
 
 DEFAULT_SPEC = "int8"  # no loss of accuracy in docs/for-pytorch.md's table, with SGD or AdamW
 

@@ -10,11 +10,9 @@ from gradwire._auto import BucketAuto
 from gradwire._buckets import NATIVE, Bucket, Layout, Names, matrix, spec_for
 from gradwire._communicator import Communicator
 from gradwire._find_ddp import may_skip
-from gradwire._hook_state import add_missing, taken
-from gradwire._loss_scale import LossScale
-from gradwire._reducer import Reducer
-from gradwire._state import State, TensorState, pack, unpack
-from gradwire._worker import Worker
+from gradwire._hook_state import LossScale, add_missing, taken
+from gradwire._process_group import Worker
+from gradwire._reducer import Reducer, State, TensorState, pack, unpack
 
 _log = logging.getLogger("gradwire")
 

@@ -1,6 +1,6 @@
 """The custom call of gradwire.jax during tracing: where it is allowed, and its order within a program.
 
-Properties of the ranks are read when a program runs (_jax_run.py), not while it is traced: a program may
+Properties of the ranks are read when a program runs (_jax_ffi.py), not while it is traced: a program may
 outlive init().
 """
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from gradwire._jax_run import TARGET, check_mapped, ranks
+from gradwire._jax_ffi import TARGET, check_mapped, ranks
 from gradwire._spec import matrix
 
 _NOT_MAPPED = ("jax.jit shards the program automatically over {} devices, but each device is a rank: call "

@@ -27,9 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from gradwire import _native
 from gradwire._communicator import Communicator
-from gradwire._process_group import communicator_of_store
-from gradwire._profile import until
-from gradwire._worker import Worker
+from gradwire._process_group import Worker, communicator_of_store, until
 
 __all__ = ["Backend", "register_backend"]
 

@@ -15,7 +15,7 @@ from typing import List, Optional, Tuple
 
 import gradwire
 from gradwire import _native
-from gradwire._nccl import load_nccl
+from gradwire._communicator import load_nccl
 from gradwire._port import reserve_port
 
 # For each framework: the oldest tested version, and its use.

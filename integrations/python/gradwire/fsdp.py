@@ -19,14 +19,13 @@ import torch.distributed as dist
 
 from gradwire import _native
 from gradwire._auto import PLAIN, GroupAuto, Request, is_request, parse
-from gradwire._fsdp_arguments import check_spec, dense_rule
-from gradwire._fsdp_comm import AllGather, Communicators, Options, ParamGroup, ReduceScatter
-from gradwire._fsdp_low_rank import LowRank, is_low_rank
-from gradwire._fsdp_low_rank import read as read_low_rank
-from gradwire._fsdp_params import fsdp_module_class, name_of, param_groups, plain_name, shards_of, whole_of
+from gradwire._fsdp_comm import (AllGather, Communicators, Options, ParamGroup, ReduceScatter, check_spec,
+                                 dense_rule)
+from gradwire._fsdp_low_rank import LowRank, is_low_rank, read as read_low_rank
 from gradwire._fsdp_residual import MODES, Residual
-from gradwire._fsdp_state import chosen
-from gradwire._loss_scale import follow
+from gradwire._fsdp_state import (chosen, fsdp_module_class, name_of, param_groups, plain_name, shards_of,
+                                  whole_of)
+from gradwire._hook_state import follow
 from gradwire._mesh import Place, other_dimensions, root_of, states_here
 from gradwire._process_group import TIMEOUT_S
 from gradwire._spec import encoded_once
