@@ -47,7 +47,7 @@ class CallersState:
             state.residual = residual.ctypes.data
             state.factor = None if factor is None else factor.ctypes.data
         number = np.array(step, np.int32)
-        reducer.apply_at(Reducer.addresses_of([g.ctypes.data for g in own]), states, number.ctypes.data)
+        reducer._apply(Reducer.addresses_of([g.ctypes.data for g in own]), states, number.ctypes.data)
 
 
 def saved(reducer: Reducer) -> Dict[Tuple[str, str], bytes]:

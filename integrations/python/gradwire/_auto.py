@@ -18,7 +18,7 @@ from gradwire import _native
 from gradwire._buckets import Bucket, spec_for
 from gradwire._communicator import Communicator
 from gradwire._reducer import choose
-from gradwire._spec import method_of
+from gradwire._spec import info_of, method_of, with_options
 
 GRAMMAR = "auto[:error=E][,allow=SPEC+SPEC...]"
 PLAIN = "fp32"
@@ -259,4 +259,7 @@ class GroupAuto(Auto):
                 stream: int) -> None:
         """Chooses, from this rank's gradients of a group. Collective."""
         share = 2 * self._sizes[group] / sum(self._sizes.values())
-        self._choose(comm, self.request.specs, gradients, share=share, stream=stream)
+        # A shard of a parameter is not a vector that stays dense.
+        specs = [spec if info_of(spec).exact else with_options(spec, "dense=off")
+                 for spec in self.request.specs]
+        self._choose(comm, specs, gradients, share=share, stream=stream)

@@ -265,7 +265,7 @@ class ParamGroup:
         if auto is not None:
             chosen = auto.called(self, buffer)
             if chosen is not None:
-                self.handle.use(chosen)
+                self.handle._use(chosen)
             measured = buffer.clone() if auto.measures(self) else None
         begin = None if auto is None else now(buffer)
         self._reduce_scatter(comm, output, buffer, op)

@@ -307,7 +307,7 @@ def _run_step(rank: Rank, plan: str, step: Dict[str, Any], addresses: List[int],
                 setattr(state, field, next(given))
     size = 4 * sum(tensor[0] * tensor[1] for tensor in tensors)
     with jax.profiler.TraceAnnotation(f"gradwire {spec}: {tag}", spec=spec, bytes=size):
-        reducer.apply_at(Reducer.addresses_of(addresses[1:1 + count]), states, addresses[0], stream)
+        reducer._apply(Reducer.addresses_of(addresses[1:1 + count]), states, addresses[0], stream)
 
 
 def _run_part(communicator: Communicator, part: Dict[str, Any], address: int, count: int,

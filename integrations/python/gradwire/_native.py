@@ -269,10 +269,7 @@ class Store(_Checked):
 _SIGNATURES: Dict[str, List[Any]] = {
     "gw_comm_create": [POINTER(CommOptions), POINTER(c_void_p)],
     "gw_comm_split": [c_void_p, c_int, c_int, POINTER(c_void_p)],
-    "gw_comm_shrink": [c_void_p, c_int64,
-                       POINTER(c_int32),
-                       POINTER(c_void_p),
-                       POINTER(c_int32), c_int32],
+    "gw_comm_shrink": [c_void_p, c_int64, POINTER(c_int32), POINTER(c_void_p), POINTER(c_int32), c_int32],
     "gw_comm_admit": [c_void_p, c_int32],
     "gw_comm_grow": [c_void_p, POINTER(c_void_p)],
     "gw_comm_query": [c_void_p, POINTER(CommInfo)],
@@ -282,42 +279,20 @@ _SIGNATURES: Dict[str, List[Any]] = {
     "gw_format_register": [POINTER(Format)],
     "gw_request_wait": [c_void_p, c_int64],
     "gw_request_destroy": [c_void_p],
-    "gw_allreduce": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_char_p, c_void_p,
-                     POINTER(CallOptions)],
-    "gw_reduce_scatter": [
-        c_void_p, c_void_p, c_void_p,
-        POINTER(c_int64), c_int32, c_int32, c_char_p, c_void_p,
-        POINTER(CallOptions)
-    ],
-    "gw_all_gather": [
-        c_void_p, c_void_p, c_void_p,
-        POINTER(c_int64), c_int32, c_char_p, c_void_p,
-        POINTER(CallOptions)
-    ],
-    "gw_all_gather_update": [
-        c_void_p, c_void_p, c_void_p,
-        POINTER(c_int64), c_int32, c_char_p, c_void_p,
-        POINTER(CallOptions)
-    ],
-    "gw_broadcast": [c_void_p, c_void_p, c_int64, c_int32, c_int, c_char_p, c_void_p,
-                     POINTER(CallOptions)],
-    "gw_choose": [
-        c_void_p,
-        POINTER(Tensor), c_int32,
-        POINTER(ChooseOptions), c_void_p,
-        POINTER(Trial),
-        POINTER(c_int32)
-    ],
-    "gw_reducer_shards": [c_void_p, POINTER(Range), c_int32,
-                          POINTER(c_int32)],
-    "gw_reducer_create": [
-        c_void_p, c_char_p,
-        POINTER(Tensor), c_int32,
-        POINTER(ReducerOptions),
-        POINTER(c_void_p)
-    ],
-    "gw_reducer_allreduce": [c_void_p, POINTER(c_void_p), c_void_p,
-                             POINTER(c_void_p)],
+    "gw_allreduce": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_char_p, c_void_p, POINTER(CallOptions)],
+    "gw_reduce_scatter": [c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_int32, c_int32, c_char_p,
+                          c_void_p, POINTER(CallOptions)],
+    "gw_all_gather": [c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_int32, c_char_p, c_void_p,
+                      POINTER(CallOptions)],
+    "gw_all_gather_update": [c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_int32, c_char_p, c_void_p,
+                             POINTER(CallOptions)],
+    "gw_broadcast": [c_void_p, c_void_p, c_int64, c_int32, c_int, c_char_p, c_void_p, POINTER(CallOptions)],
+    "gw_choose": [c_void_p, POINTER(Tensor), c_int32, POINTER(ChooseOptions), c_void_p, POINTER(Trial),
+                  POINTER(c_int32)],
+    "gw_reducer_shards": [c_void_p, POINTER(Range), c_int32, POINTER(c_int32)],
+    "gw_reducer_create": [c_void_p, c_char_p, POINTER(Tensor), c_int32, POINTER(ReducerOptions),
+                          POINTER(c_void_p)],
+    "gw_reducer_allreduce": [c_void_p, POINTER(c_void_p), c_void_p, POINTER(c_void_p)],
     "gw_reducer_apply": [c_void_p, POINTER(c_void_p), POINTER(State), c_void_p, c_void_p],
     "gw_orthonormalize": [c_void_p, c_void_p, POINTER(c_int64), c_int32, c_int32, c_uint64, c_int64, c_void_p,
                           c_void_p],
@@ -325,8 +300,7 @@ _SIGNATURES: Dict[str, List[Any]] = {
     "gw_reducer_stats": [c_void_p, POINTER(Stats)],
     "gw_reducer_state_save": [c_void_p, c_void_p, c_size_t, POINTER(c_size_t)],
     "gw_reducer_state_load": [c_void_p, c_char_p, c_size_t],
-    "gw_reducer_state_load_ranks": [c_void_p, POINTER(c_char_p),
-                                    POINTER(c_size_t), c_int32],
+    "gw_reducer_state_load_ranks": [c_void_p, POINTER(c_char_p), POINTER(c_size_t), c_int32],
     "gw_reducer_destroy": [c_void_p],
 }
 

@@ -187,8 +187,8 @@ class Reducer(Handle):
         self._comm._wait_for(("gw_reducer_allreduce", self._handle, addresses, _native.stream(stream),
                               self._comm._take_request()))
 
-    def apply_at(self, addresses: "ctypes.Array[ctypes.c_void_p]", states: "ctypes.Array[_native.State]",
-                 step: int, stream: int = 0) -> None:
+    def _apply(self, addresses: "ctypes.Array[ctypes.c_void_p]", states: "ctypes.Array[_native.State]",
+               step: int, stream: int = 0) -> None:
         """Reduces gradients with the state in the caller's memory: see gw_reducer_apply(). Checks nothing.
 
         Args:

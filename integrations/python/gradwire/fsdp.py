@@ -231,7 +231,7 @@ class Compression:
             with contextlib.suppress(ValueError, AssertionError):  # already destroyed with the default group
                 dist.destroy_process_group(alone)
 
-    def use(self, gradients: str) -> None:
+    def _use(self, gradients: str) -> None:
         """Reduces all groups' gradients in another format from now on. For gradients="auto"."""
         self._options = self._options_of(gradients)
         for group in self._groups:
@@ -367,14 +367,14 @@ class Compression:
                    if encoded_once(spec) == states[0]["gradients"]]
         if auto is not None and adopted:
             auto.adopt(adopted[0])
-            self.use(adopted[0])
+            self._use(adopted[0])
         try:
             for s in states:
                 self._check_names(s)
         except _native.BadArgument:
             if auto is not None and adopted:
                 auto.choice = None
-                self.use(PLAIN)
+                self._use(PLAIN)
             raise
         known = {name for s in states for name in s.get("parameters", s["tensors"])}
         unknown = [name for name in self._kept() if name not in known]
