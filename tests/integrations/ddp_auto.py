@@ -1,34 +1,32 @@
-"""Tests the DDP hook with spec "auto": docs/for-pytorch.md, "Choosing the format"."""
+"""Scenarios of the DDP hook with spec "auto": docs/for-pytorch.md, "Choosing the format"."""
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
-from typing import Any, Dict, Iterator, List
+from typing import Any, Iterator
 
 import torch
-import torch.distributed as dist
 
 import gradwire
+import laws
 from gradwire import _auto
 from gradwire.torch import Hook
+from rank import RANK, WORLD, check, refused
+from scenarios import scenario
+from training import Run, flat, network
 
-from ddp_training import TASKS, Run, same_on_all_ranks
-from rank import RANK, WORLD, check, refused, say
-
-_SCHEDULE = "schedule=two_shot"
-_LIST = [f"bf16:{_SCHEDULE}", f"int8:{_SCHEDULE}", f"powersgd:rank=2,{_SCHEDULE}"]
-REQUEST = "auto:error=0.1,allow=" + "+".join(_LIST)
-_STEPS = 40  # more than the choice and the check after it take
+BF16, INT8, POWERSGD = (f"{spec}schedule=two_shot" for spec in ("bf16:", "int8:", "powersgd:rank=2,"))
+REQUEST = f"auto:error=0.1,allow={BF16}+{INT8}+{POWERSGD}"
+STEPS = 40  # more than the choice and the check after it take
 
 
 @contextlib.contextmanager
-def _chooses_int8() -> Iterator[None]:
+def chooses_int8() -> Iterator[None]:
     """Makes the library's choice INT8: which spec is the fastest depends on the machine."""
     measured = _auto.choose
 
     def choose(comm: Any, specs: Any, gradients: Any, **options: Any) -> Any:
-        return measured(comm, specs, gradients, **options)._replace(spec=_LIST[1])
+        return measured(comm, specs, gradients, **options)._replace(spec=INT8)
 
     _auto.choose = choose
     try:
@@ -37,139 +35,103 @@ def _chooses_int8() -> Iterator[None]:
         _auto.choose = measured
 
 
-def _specs_of_all(hook: Hook) -> List[str]:
-    specs: List[Any] = [None] * WORLD
-    dist.all_gather_object(specs, hook.spec)
-    return specs
-
-
-def _chosen_at(hook: Hook, run: Run) -> int:
-    """Trains until the hook has chosen. Returns the number of steps in FP32."""
-    for step in range(_STEPS):
+def chosen_at(run: Run) -> int:
+    """Trains until the hook has chosen, on all ranks alike. Returns the number of steps in FP32."""
+    for step in range(STEPS):
         run.step(step)
-        if hook.choice is not None:
+        if run.hook.choice is not None:
+            specs = laws.of_all_ranks(run.hook.spec)
+            check(len(set(specs)) == 1 and run.hook.choice["spec"] == specs[0], f"{specs}")
             return step
     raise AssertionError("no choice")
 
 
+@scenario()
 def auto_chooses_alike_and_checks_its_prediction() -> None:
-    hook = Hook("auto")
-    run = Run(TASKS["vit"], hook, bucket_cap_mb=0.25)
+    run = Run("auto", bucket_kb=30)
+    hook = run.hook
     check(hook.choice is None and hook.spec == "fp32", "before the first step")
-    first = _chosen_at(hook, run)
+    first = chosen_at(run)
     check(first >= _auto.OBSERVED + 2, f"chosen before step {first}")
-    specs = _specs_of_all(hook)
-    check(len(set(specs)) == 1 and specs[0] == hook.choice["spec"], f"{specs}")
-    numbers = torch.tensor([hook.choice[key] for key in ("error", "communicate_ms", "exposed_ms")])
-    same_on_all_ranks(numbers, "the choice's numbers")
+    numbers = [hook.choice[key] for key in ("error", "communicate_ms", "exposed_ms")]
+    laws.ranks_agree("the choice's numbers", numbers)
     rows = {row["spec"]: row for row in hook.choice["candidates"]}
     check(list(rows) == ["fp32", *_auto._CANDIDATES], f"{list(rows)}")
     # A format's error follows from the format: between 2^-9 and 2^-8 of a BF16 value is lost, for example.
     for spec, least, most in (("fp32", 0, 1e-6), ("bf16", 5e-4, 4e-3), ("int8", 1e-3, 3e-2),
-                              ("int4", 0.05, 0.5), ("powersgd:rank=1", 0.1, 1)):
+                              ("int4", 0.02, 0.5), ("powersgd:rank=1", 0.1, 1)):
         check(least <= rows[spec]["error"] <= most, f"{spec}: error {rows[spec]['error']}")
     check(hook.choice["error"] <= 0.1, "the error is within the default limit")
-    for step in range(first + 1, _STEPS):
-        run.step(step)
+    run.steps(first + 1, STEPS)
     check(hook.choice["measured_step_ms"] > 0, "the choice was not checked")
-    same_on_all_ranks(run.parameters(), "the model")
-    check(hook.stats()["steps"] == _STEPS, f"{hook.stats()['steps']} steps")
+    run.same_weights()
+    check(hook.stats()["steps"] == STEPS, f"{hook.stats()['steps']} steps")
     hook.close()
-    say(f"auto on {WORLD} ranks: {specs[0]}, chosen after {first} steps")
 
 
+@scenario()
 def auto_has_the_bits_of_the_choice_after_steps_in_fp32() -> None:
     # In one bucket: a bucket's number decides which rank adds an element, and INT8's blocks.
-    with _chooses_int8():
-        hook = Hook(REQUEST)
-        run = Run(TASKS["vit"], hook, bucket_cap_mb=100)
-        first = _chosen_at(hook, run)
-        check(hook.spec == _LIST[1], f"chose {hook.choice}")
-        for step in range(first + 1, first + 5):
-            run.step(step)
-    other_hook = Hook(f"int8:start={first},{_SCHEDULE}")
-    other = Run(TASKS["vit"], other_hook, bucket_cap_mb=100)
-    for step in range(first + 5):
-        other.step(step)
-    apart = float((run.parameters() - other.parameters()).abs().max())
+    with chooses_int8():
+        run = Run(REQUEST)
+        first = chosen_at(run)
+        check(run.hook.spec == INT8, f"chose {run.hook.choice}")
+        weights = run.steps(first + 1, first + 5)
+    other = Run(f"{INT8},start={first}")
+    apart = float((weights - other.steps(0, first + 5)).abs().max())
     # In FP32 schedule=auto measures, and with more than two ranks schedules add in different orders.
-    check(apart <= (0 if WORLD == 2 else 1e-3),
-          f"parameters differ by {apart:.1e} from a run with start={first}")
-    for one in (hook, other_hook):
-        one.close()
-    say(f"auto: after {first} steps within {apart:.1e} of int8:start={first}")
+    check(apart <= (0 if WORLD == 2 else 1e-3), f"parameters are {apart:.1e} from a run with start={first}")
+    for each in (run, other):
+        each.hook.close()
 
 
-def auto_waits_for_finite_gradients() -> None:
-    with _chooses_int8():
-        hook = Hook(REQUEST)
-        run = Run(TASKS["vit"], hook)
-        for step in range(_auto.OBSERVED + 8):
-            with torch.no_grad():
-                kept = run.model.heads.head.bias.clone()
-                if step < _auto.OBSERVED + 6 and RANK == WORLD - 1:
-                    run.model.heads.head.bias.fill_(float("inf"))
-            run.step(step)
-            if step < _auto.OBSERVED + 6:
-                check(hook.choice is None, f"chose from NaN in step {step}")
-                run.model.load_state_dict(_finite(run, kept))
-        check(hook.spec == _LIST[1], f"chose {hook.choice}")
-    hook.close()
-
-
-def _finite(run: Run, bias: torch.Tensor) -> Dict[str, Any]:
-    torch.manual_seed(7)
-    fresh = run.task.build().state_dict()
-    return {**fresh, "heads.head.bias": bias}
-
-
-def a_checkpoint_keeps_autos_choice() -> None:
-    with _chooses_int8():
-        hook = Hook(REQUEST)
-        run = Run(TASKS["vit"], hook, bucket_cap_mb=0.25)
-        run.step(0)
-        early = hook.state_dict()
-        check(early["spec"] == REQUEST, early["spec"])
-        first = _chosen_at(hook, run)
-    file = io.BytesIO()
-    torch.save({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(),
-                "hook": hook.state_dict(gather=False)}, file)
-    unpickled = pickle.loads(pickle.dumps(hook))
-    check(unpickled.spec == _LIST[1], "a pickled hook keeps the choice")
+def continues_from_its_checkpoint(run: Run, next_step: int) -> None:
+    """Checks that a state has the choice, and that a new hook continues with it."""
+    state = run.state()
+    check(state["hook"]["spec"] == run.hook.spec, state["hook"]["spec"])
+    unpickled = pickle.loads(pickle.dumps(run.hook))
+    check(unpickled.spec == run.hook.spec, "a pickled hook keeps the choice")
     unpickled.close()
-    file.seek(0)
-    saved = torch.load(file)
-    check(saved["hook"]["spec"] == _LIST[1], saved["hook"]["spec"])
-    for step in range(first + 1, first + 4):
-        run.step(step)
-    resumed = Hook(REQUEST)
-    other = Run(TASKS["vit"], resumed, bucket_cap_mb=0.25)
-    other.model.load_state_dict(saved["model"])
-    other.optimizer.load_state_dict(saved["optimizer"])
-    resumed.load_state_dict(saved["hook"])
-    check(resumed.choice == {"spec": _LIST[1], "loaded": True}, f"{resumed.choice}")
-    for step in range(first + 1, first + 4):
-        other.step(step)
-    apart = float((run.parameters() - other.parameters()).abs().max())
-    check(apart <= 1e-3, f"parameters differ by {apart:.1e} after the checkpoint")  # other buckets at first
-    refused(lambda: Hook("auto:allow=int4").load_state_dict(saved["hook"]), gradwire.BadArgument, _LIST[1])
+    resumed = Run(REQUEST, bucket_kb=30).load(state)
+    check(resumed.hook.choice == {"spec": run.hook.spec, "loaded": True}, f"{resumed.hook.choice}")
+    apart = float((run.steps(next_step, next_step + 3) - resumed.steps(next_step, next_step + 3)).abs().max())
+    check(apart <= 1e-3, f"parameters are {apart:.1e} apart after the checkpoint")  # other buckets at first
+    resumed.hook.close()
+
+
+@scenario()
+def auto_waits_for_finite_gradients_and_a_checkpoint_keeps_its_choice() -> None:
+    with chooses_int8():
+        run = Run(REQUEST, bucket_kb=30)
+        run.step(0)
+        early = run.hook.state_dict()
+        check(early["spec"] == REQUEST, early["spec"])
+        for step in range(1, _auto.OBSERVED + 6):
+            if RANK == WORLD - 1:
+                with torch.no_grad():
+                    run.model[-1].bias.fill_(float("inf"))
+            run.step(step)
+            check(run.hook.choice is None, f"chose from NaN in step {step}")
+            run.model.load_state_dict(network().state_dict())
+            run.optimizer.state.clear()
+        first = chosen_at(run)
+        check(run.hook.spec == INT8, f"chose {run.hook.choice}")
+    saved = run.hook.state_dict(gather=False)
+    refused(lambda: Hook("auto:allow=int4").load_state_dict(saved), gradwire.BadArgument, INT8)
     refused(lambda: Hook("int8").load_state_dict(early), gradwire.BadArgument, "auto:")
-    resumed.load_state_dict(early)
-    check(resumed.spec == _LIST[1], "a state from before the choice keeps the hook's own")
-    for one in (hook, resumed):
-        one.close()
+    continues_from_its_checkpoint(run, first + 1)
+    run.hook.load_state_dict(early)
+    check(run.hook.spec == INT8, "a state from before the choice keeps the hook's own")
+    check(bool(flat(run.model).isfinite().all()), "the weights are not finite")
+    run.hook.close()
 
 
+@scenario(2)
 def auto_refuses_what_it_cannot_choose() -> None:
     for spec, *words in (
         ("auto:best", "'best'", _auto.GRAMMAR), ("auto:error=x", "error=x"), ("auto:error=-1", "error=-1"),
         ("auto:allow=topk:momentum=0.9", "momentum=0.9", "cannot be a choice"), ("auto:allow=", "''"),
         ("auto:allow=int8:start=5", "start=5"), ("auto:allow=auto", "'auto'"), ("auto:allow=int9", "int9"),
     ):
-        refused(lambda spec=spec: Hook(spec), gradwire.BadArgument, *words)
+        refused(lambda: Hook(spec), gradwire.BadArgument, *words)
     refused(lambda: Hook("auto", min_ranks=1), gradwire.BadArgument, "min_ranks=1", "name a spec")
-
-
-SCENARIOS = [auto_chooses_alike_and_checks_its_prediction,
-             auto_has_the_bits_of_the_choice_after_steps_in_fp32, auto_waits_for_finite_gradients,
-             a_checkpoint_keeps_autos_choice, auto_refuses_what_it_cannot_choose]

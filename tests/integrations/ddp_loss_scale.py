@@ -1,68 +1,53 @@
-"""Tests the DDP hook with a GradScaler: docs/for-pytorch.md, "Loss scale"."""
+"""Scenarios of the DDP hook with a GradScaler: docs/for-pytorch.md, "Loss scale"."""
 from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any, Dict, List
+from typing import Any, List
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+import gradwire.torch
+import laws
+import loss_scale
 from gradwire._hook_state import follow
 from gradwire.torch import Hook, compress
+from rank import RANK, check, refused
+from scenarios import scenario
+from training import closing, ddp_of, flat, residuals, small
 
-import loss_scale
-from rank import RANK, check, refused, say
-from ddp_states import equal, residuals
-
-SPECS = [
-    "int4:schedule=ring", "int8:schedule=tree", "bf16:schedule=ring", "powersgd:rank=2,schedule=ring",
-    "powersgd:rank=2,alternate=on,wire=int8,schedule=ring", "qsgd:schedule=ring",
-    "randk:ratio=0.25,schedule=ring"
-]
+SPECS = ["int4:schedule=ring", "int8:schedule=tree", "bf16:schedule=ring", "powersgd:rank=2,schedule=ring",
+         "powersgd:rank=2,alternate=on,wire=int8,schedule=ring", "qsgd:schedule=ring",
+         "randk:ratio=0.25,schedule=ring"]
 
 
-def _model() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 4))
-
-
-def _batches(overflows: List[int], steps: int) -> List[Dict[str, Any]]:
-    generator = torch.Generator().manual_seed(RANK)
-    return [{"x": torch.randn(8, 16, generator=generator), "overflow": i in overflows} for i in range(steps)]
-
-
-def _trained(spec: str, batches: List[Dict[str, Any]], with_scaler: Any = None,
-             follow: bool = True) -> torch.Tensor:
-    model = DistributedDataParallel(_model(), bucket_cap_mb=0.003)
-    hook = compress(model, spec)
-    if with_scaler is not None and follow:
-        hook.use_scaler(with_scaler)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    scales = loss_scale.train(model, optimizer, batches, with_scaler)
-    if with_scaler is not None:
-        check(len(set(scales)) >= 3, f"the scale did not change enough: {scales}")
-    hook.close()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
+@scenario()
 def a_scaled_run_has_the_bits_of_one_without() -> None:
     # Scales are powers of two, which cause no rounding errors. So a run computes the same bits if its
     # residuals have the right scale and skipped steps do not change them.
+    generator = torch.Generator().manual_seed(RANK)
+    batches = [{"x": torch.randn(8, 16, generator=generator), "overflow": i in (2, 3, 9, 17)}
+               for i in range(20)]  # the first step has other buckets than later steps
+    comm = gradwire.torch.communicator(timeout_s=60)
     for spec in SPECS:
-        batches = _batches([2, 3, 9, 17], 20)  # the first step has other buckets than later steps
-        plain = _trained(spec, batches)
-        followed = _trained(spec, batches, loss_scale.scaler())
-        worst = float((plain - followed).abs().max())
-        check(worst == 0, f"{spec}: parameters differ by {worst:.2e} from a run without a scaler")
-        apart = float((plain - _trained(spec, batches, loss_scale.scaler(), follow=False)).abs().max())
-        check(apart > 0, f"{spec}: this test would not notice residuals of another scale")
-        say(f"{spec}: bit for bit a run without a scaler; without use_scaler() up to {apart:.1e} apart")
+        weights = []
+        for scaled, followed in ((False, False), (True, True), (True, False)):
+            ddp = ddp_of(small(), bucket_kb=3)
+            scaler = loss_scale.scaler() if scaled else None
+            with closing(compress(ddp, spec, comm=comm)) as hook:
+                if followed:
+                    hook.use_scaler(scaler)
+                optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5, momentum=0.9)
+                scales = loss_scale.train(ddp, optimizer, batches, scaler)
+            check(not scaled or len(set(scales)) >= 3, f"the scale did not change enough: {scales}")
+            weights.append(flat(ddp))
+        check(torch.equal(weights[0], weights[1]), f"{spec}: parameters differ from a run without a scaler")
+        check(not torch.equal(weights[0], weights[2]), f"{spec}: residuals of another scale are not noticed")
+    comm.close()
 
 
-class _OwnScaler:
+class OwnScaler:
     scale = 4.0
 
     def get_scale(self) -> float:
@@ -73,26 +58,24 @@ class _OwnScaler:
         return "updated"
 
 
-def hooks_share_a_scaler() -> None:
-    scaler = _OwnScaler()
-    told: List[str] = []
+class Listener:
+    def __init__(self, name: str, told: List[str]) -> None:
+        self.name, self.told = name, told
 
-    class Listener:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    def hear(self, factor: float, skipped: bool) -> None:
+        self.told.append(f"{self.name} {factor} {skipped}")
 
-        def hear(self, factor: float, skipped: bool) -> None:
-            told.append(f"{self.name} {factor} {skipped}")
 
-    listeners = [Listener(name) for name in "abc"]
+@scenario(2)
+def hooks_share_a_scaler_and_leave_nothing_in_it() -> None:
+    scaler, told = OwnScaler(), []  # type: ignore[var-annotated]
+    listeners = [Listener(name, told) for name in "abc"]
     ends = [follow(scaler, None, listener.hear) for listener in listeners]
     check(scaler.update() == "updated" and told == ["a 0.5 True", "b 0.5 True", "c 0.5 True"], f"{told}")
-    copied, unpickled = copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))
-    for other in (copied, unpickled):
+    for other in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
         told.clear()
         other.update()
-        check(other.scale == 1 and scaler.scale == 2 and not told,
-              f"a copy of the scaler told {told}, {other.scale}, {scaler.scale}")
+        check(other.scale == 1 and scaler.scale == 2 and not told, f"a copy of the scaler told {told}")
     ends[2]()
     del listeners[0]
     scaler.update()
@@ -100,13 +83,12 @@ def hooks_share_a_scaler() -> None:
     ends[1]()
     ends[0]()
     check("update" not in vars(scaler), "something is left in the scaler")
-    disabled, listener = torch.cuda.amp.GradScaler(enabled=False), Listener("d")
+    disabled, listener = torch.cuda.amp.GradScaler(enabled=False), Listener("d", told)
     told.clear()
     end = follow(disabled, torch.optim.SGD([torch.zeros(1)], lr=0.1), listener.hear)
     disabled.update()
     check(told == ["d 1.0 False"], f"a disabled GradScaler: {told}")
     end()
-    say("hooks follow a scaler, end in any order, and leave nothing in it or its copies")
 
 
 class Wrapper:
@@ -116,49 +98,33 @@ class Wrapper:
         self.optimizer = optimizer
 
 
-def another_optimizers_skip_undoes_nothing() -> None:
+@scenario()
+def a_skipped_step_undoes_residuals_of_its_model_only() -> None:
     # Two models under one scaler, as in a GAN: one model's step is skipped, and the other's is not.
-    models = [DistributedDataParallel(_model()) for _ in range(2)]
+    models = [ddp_of(small()) for _ in range(2)]
     hooks = [compress(model, "int4:schedule=ring") for model in models]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
-    scaler = loss_scale.scaler(growth_interval=1000)
-    wrapped = Wrapper(optimizers[0])
-    for hook, optimizer in zip(hooks, [wrapped, optimizers[1]]):
-        hook.use_scaler(scaler, optimizer)
+    scaler: Any = loss_scale.scaler(growth_interval=1000)
+    hooks[0].use_scaler(scaler, Wrapper(optimizers[0]))
+    hooks[1].use_scaler(scaler, optimizers[1])
     for step in range(3):
         for model, optimizer in zip(models, optimizers):
             optimizer.zero_grad()
-            overflow = step == 2 and model is models[0]
-            scaler.scale(
-                model(torch.ones(8, 16) * (RANK + 1)).square().mean() *
-                (float("inf") if overflow else 1.0)).backward()
+            factor = float("inf") if step == 2 and model is models[0] else 1.0
+            scaler.scale(model(torch.ones(8, 16) * (RANK + 1)).square().mean() * factor).backward()
             scaler.step(optimizer)
-        before = [residuals(hook.state_dict(gather=False)) for hook in hooks]
+        before = [{name: r * 0.5 for name, r in residuals(hook).items()} for hook in hooks]
         scaler.update()
-    after = [residuals(hook.state_dict(gather=False)) for hook in hooks]
-    halved = {name: r * 0.5 for name, r in before[1].items()}
-    check(equal(after[1], halved), "residuals of the model that has taken its step were set back")
-    check(not equal(after[0], {name: r * 0.5
-                               for name, r in before[0].items()}), "those of the other were not")
+    same = [laws.same_bits(residuals(hook), halved) for hook, halved in zip(hooks, before)]
+    check(same == [False, True], f"residuals that were only rescaled: {same}")
     for hook in hooks:
         hook.close()
-    say("a step that one optimizer skips sets back the residuals of its model only")
 
 
-def what_does_not_scale_is_refused() -> None:
-    hook = Hook("int4")
-    refused(lambda: hook.use_scaler(3.0), gradwire.BadArgument, "float", "GradScaler")
-    hook.close()
-    elastic = Hook("int4", min_ranks=1)
-    refused(lambda: elastic.use_scaler(loss_scale.scaler()), gradwire.BadArgument, "min_ranks")
-    clips = Hook("int8:max_norm=1")
-    refused(lambda: clips.use_scaler(loss_scale.scaler()), gradwire.BadArgument, "max_norm")
-    clips.close()
-    elastic.close()
-    say("what is no scaler is refused")
-
-
-SCENARIOS = [
-    a_scaled_run_has_the_bits_of_one_without, another_optimizers_skip_undoes_nothing, hooks_share_a_scaler,
-    what_does_not_scale_is_refused
-]
+@scenario(2)
+def hooks_that_cannot_follow_a_scaler_refuse_it() -> None:
+    for hook, scaler, *words in ((Hook("int4"), 3.0, "float", "GradScaler"),
+                                 (Hook("int4", min_ranks=1), OwnScaler(), "min_ranks"),
+                                 (Hook("int8:max_norm=1"), OwnScaler(), "max_norm")):
+        with closing(hook):
+            refused(lambda: hook.use_scaler(scaler), gradwire.BadArgument, *words)

@@ -1,11 +1,12 @@
 #!/usr/bin/python3
-"""Tests wire formats registered from Python.
+"""Tests wire formats registered from Python: errors, ranks that are threads, and docs/for-researchers.md.
 
-Covers errors, ranks that are threads or processes, DDP, and the program in docs/for-researchers.md.
+ddp.py and ddp_formats.py have ranks that are processes.
 """
 from __future__ import annotations
 
 import gc
+import os
 import pathlib
 import re
 import tempfile
@@ -20,19 +21,17 @@ import gradwire.torch
 import launch
 from gradwire import _native
 from four_bits import BLOCK, BYTES, decode, encode
-from package_test import run_ranks
+from thread_ranks import run_ranks
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "for-researchers.md"
-RANKS = pathlib.Path(__file__).with_name("format_ranks.py")
 
 # Checks the page's claims after its program.
 CHECKS = """
 stats = hook.stats()
 assert 7.0 < stats["dense_bytes"] / stats["wire_bytes"] < 7.2, stats
-from ddp_training import same_on_all_ranks
-for parameter in model.parameters():
-    same_on_all_ranks(parameter.grad, "a gradient")
-    assert parameter.grad.abs().sum() > 0
+import laws
+laws.ranks_agree("gradients", *(p.grad.numpy() for p in model.parameters()))
+assert all(p.grad.abs().sum() > 0 for p in model.parameters())
 """
 
 
@@ -194,23 +193,7 @@ class Threads(unittest.TestCase):
             spinner.join()
 
 
-class Processes(unittest.TestCase):
-    def run_scenarios(self, world: int, *scenarios: str) -> None:
-        self.assertEqual(launch.fork_ranks(RANKS, world, list(scenarios), 150, ["torch", "torchvision"]),
-                         [0] * world)
-
-    def test_nothing_is_lost_between_processes(self) -> None:
-        self.run_scenarios(3, "nothing_is_lost")
-
-    def test_ddp_trains_with_it(self) -> None:
-        self.run_scenarios(2, "ddp_trains")
-
-    def test_ranks_whose_sizes_differ_are_refused(self) -> None:
-        self.run_scenarios(2, "other_sizes_are_refused")
-
-    def test_an_error_in_backward_is_raised_on_all_ranks_before_the_deadline(self) -> None:
-        self.run_scenarios(2, "an_error_in_backward")  # its deadline is an hour
-
+class Page(unittest.TestCase):
     def test_the_researchers_page_runs_as_printed(self) -> None:
         blocks = [
             b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "register_format" in b
@@ -220,7 +203,7 @@ class Processes(unittest.TestCase):
         self.assertLessEqual(len(lines), 20, "the page promises 20 lines")
         with tempfile.TemporaryDirectory() as folder:
             script = pathlib.Path(folder, "mine.py")
-            script.write_text(f"{blocks[0]}\nimport sys\nsys.path.append({str(RANKS.parent)!r})\n{CHECKS}")
+            script.write_text(f"{blocks[0]}\nimport sys\nsys.path.append({os.path.dirname(os.path.abspath(__file__))!r})\n{CHECKS}")
             self.assertEqual(launch.run_ranks(script, 2, [], timeout_s=150), [0, 0])
 
 

@@ -1,6 +1,7 @@
 """Starts the ranks of a test as processes on this machine, waits for them, and ends them at a deadline."""
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import random
@@ -10,7 +11,9 @@ import subprocess
 import sys
 import time
 import traceback
-from typing import Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
+
+HERE = pathlib.Path(__file__).resolve().parent
 
 
 def free_port() -> int:
@@ -80,26 +83,47 @@ def run_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s:
     return [r.wait() for r in ranks]
 
 
-def fork_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s: float, modules: List[str],
-               environment: Optional[Dict[str, str]] = None) -> List[int]:
-    """Runs the ranks like run_ranks(), but as forks of one process that has imported `modules`.
+def import_for_rank(name: str, rank: int, world: int) -> Any:
+    """Imports a module of this folder, and the modules that it imports from here, for this rank.
 
-    This saves a second per rank for the import of PyTorch.
+    Modules that were imported for another rank are imported again, because they may depend on RANK.
     """
-    reading, writing = os.pipe()
-    with os.fdopen(reading) as results:
-        try:
-            server = subprocess.Popen([
-                sys.executable,
-                str(pathlib.Path(__file__).with_name("fork_ranks.py")), ",".join(modules),
-                str(timeout_s),
-                str(writing),
-                str(script), *arguments
-            ], env=_for_ranks(world, environment), pass_fds=[writing])
-        finally:
-            os.close(writing)
-        codes = [int(code) for code in results.read().split()]
-    return codes if server.wait() == 0 and len(codes) == world else [-1] * world
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    for found, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and pathlib.Path(file).parent == HERE and found not in ("__main__", "scenarios", "launch"):
+            del sys.modules[found]
+    return importlib.import_module(name)
+
+
+def fork_ranks(world: int, body: Callable[[int], int], timeout_s: float) -> List[int]:
+    """Runs body(rank) in forks of this process, which saves a second per rank for the import of PyTorch.
+
+    A fork ends like a program, by SystemExit with the code that body returns, so with and finally blocks
+    around this call also end in the forks. Forks are killed at the deadline, and 30 s after the failure of a
+    rank, for which others may wait. Returns the exit codes by rank.
+    """
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    sys.stdout.flush()
+    pids: List[int] = []
+    for rank in range(world):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            sys.exit(body(rank))
+    codes: Dict[int, int] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(codes) < world:
+        for rank, pid in enumerate(pids):
+            if rank in codes:
+                continue
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+                deadline = min(deadline, time.monotonic() + 30) if codes[rank] else deadline
+            elif time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return [codes[rank] for rank in range(world)]
 
 
 def report(world: int, codes: List[int]) -> int:
@@ -151,10 +175,3 @@ def in_a_fork(body: Callable[[], None], deadline_s: float = 20) -> None:
             os.waitpid(child, 0)
             raise AssertionError(f"the forked process hung for {deadline_s} s")
         time.sleep(0.02)
-
-
-def chosen(scenarios: List[Callable[[], None]]) -> List[Callable[[], None]]:
-    """Returns the scenarios that the command line names, in the order of the list."""
-    unknown = set(sys.argv[1:]) - {scenario.__name__ for scenario in scenarios}
-    assert not unknown, f"no such scenario: {unknown}"
-    return [scenario for scenario in scenarios if scenario.__name__ in sys.argv[1:]]

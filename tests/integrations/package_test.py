@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Tests the Python package: imports, the doctor, options of hooks, and `pip install .`."""
+"""Tests the Python package: imports, the doctor, options of hooks, `pip install .`, wheels and zip archives."""
 from __future__ import annotations
 
 import contextlib
@@ -36,38 +36,32 @@ class Hooks(unittest.TestCase):
             self.assertEqual(_buckets.plain_name(wrapped), "layer.weight")
 
     def test_a_pickled_hook_keeps_its_options(self) -> None:
-        with_model = gradwire.torch.Hook("bf16,schedule=ring", model=torch.nn.Linear(2, 3), timeout_s=7,
-                                         seed=5)
-        copy = pickle.loads(pickle.dumps(with_model))
-        self.assertEqual((copy.spec, copy._timeout_s, copy._seed), ("bf16,schedule=ring", 7, 5))
         model = torch.nn.Linear(2, 3)
+        hook = gradwire.torch.Hook("bf16,schedule=ring", model=torch.nn.Linear(2, 3), timeout_s=7, seed=5)
+        copy = pickle.loads(pickle.dumps(hook))
+        self.assertEqual((copy.spec, copy._timeout_s, copy._seed), ("bf16,schedule=ring", 7, 5))
         copy.name_parameters(model)
         self.assertEqual(copy._names.of(list(model.parameters())), ("weight", "bias"))
-        with_model.close()
+        hook.close()
         copy.close()
 
-    def test_a_reserved_port_stays_reserved_until_the_rendezvous_listens(self) -> None:
-        with contextlib.ExitStack() as stack:
-            port = reserve_port(stack)
-            with socket.socket() as other, self.assertRaises(OSError):
-                other.bind(("", port))
-            self.assertEqual(run_ranks(2, lambda comm: comm.rank, f"tcp://127.0.0.1:{port}"), [0, 1])
-
-    def test_ports_are_from_the_range_in_the_environment(self) -> None:
+    def test_ports_are_reserved_from_the_range_in_the_environment(self) -> None:
         with contextlib.ExitStack() as stack:
             first = reserve_port(stack)
+            with socket.socket() as other, self.assertRaises(OSError):
+                other.bind(("", first))
             last = min(65535, first + 30)
             with unittest.mock.patch.dict(os.environ, GRADWIRE_PORTS=f"{first}-{last}"):
                 ports = [reserve_port(stack) for _ in range(3)]
             self.assertEqual(len({first, *ports}), 4)
-            for port in ports:
-                self.assertTrue(first < port <= last, ports)
-            with unittest.mock.patch.dict(os.environ, GRADWIRE_PORTS=str(port)):
+            self.assertTrue(all(first < port <= last for port in ports), ports)
+            with unittest.mock.patch.dict(os.environ, GRADWIRE_PORTS=str(ports[0])):
                 # The port is in use, but no other port is allowed. The rendezvous reports the error.
-                self.assertEqual(reserve_port(stack), port)
-        for text in ("many", "5-4", "0", "1-70000", "-3"):
-            with unittest.mock.patch.dict(os.environ, GRADWIRE_PORTS=text), contextlib.ExitStack() as stack:
-                with self.assertRaisesRegex(gradwire.BadArgument, f"GRADWIRE_PORTS must be .*, not '{text}'"):
+                self.assertEqual(reserve_port(stack), ports[0])
+            self.assertEqual(run_ranks(2, lambda comm: comm.rank, f"tcp://127.0.0.1:{first}"), [0, 1])
+            for text in ("many", "5-4", "0", "1-70000", "-3"):
+                with unittest.mock.patch.dict(os.environ, GRADWIRE_PORTS=text), self.assertRaisesRegex(
+                        gradwire.BadArgument, f"GRADWIRE_PORTS must be .*, not '{text}'"):
                     reserve_port(stack)
 
     def test_network_namespaces_are_different_hosts(self) -> None:
@@ -86,34 +80,50 @@ class Hooks(unittest.TestCase):
         self.assertNotEqual(there, _process_group._network())
 
     def test_the_default_timeout_is_pytorchs(self) -> None:
-        hook = gradwire.torch.Hook("fp32")
-        self.assertEqual(hook._timeout_s, 1800)  # long enough for rank 0 to write a large checkpoint
-        hook.close()
+        with contextlib.closing(gradwire.torch.Hook("fp32")) as hook:
+            self.assertEqual(hook._timeout_s, 1800)  # long enough for rank 0 to write a large checkpoint
         for waits in (gradwire.Communicator, _process_group.communicator,
                       _process_group.communicator_of_store):
             self.assertEqual(inspect.signature(waits).parameters["timeout_s"].default, 1800, waits)
 
-    def test_specs_may_have_a_comma_after_the_name(self) -> None:
+    def test_specs_for_types(self) -> None:
         for spec in ("bf16,schedule=ring", "bf16:schedule=ring", "powersgd,rank=2"):
-            gradwire.torch.Hook(spec).close()
+            gradwire.torch.Hook(spec).close()  # a comma or a colon after the name
+        for spec, travels in (("fp32", "bf16:ef=off"), ("fp8", "fp8"), ("powersgd", "powersgd:wire=bf16"),
+                              ("fp32:schedule=ring,ef=on", "bf16:ef=off,schedule=ring"),
+                              ("powersgd:rank=4,ef=off", "powersgd:rank=4,ef=off,wire=bf16"),
+                              ("randk:ratio=0.1,wire=int8", "randk:ratio=0.1,wire=int8")):
+            self.assertEqual(_buckets.spec_for(spec, torch.bfloat16), travels)
+            self.assertEqual(_buckets.spec_for(spec, torch.float32), spec)
 
-    def test_uncompressed_bfloat16_travels_as_bfloat16(self) -> None:
-        spec = _buckets.spec_for
-        self.assertEqual(spec("fp32", torch.bfloat16), "bf16:ef=off")
-        self.assertEqual(spec("fp32:schedule=ring,ef=on", torch.bfloat16), "bf16:ef=off,schedule=ring")
-        self.assertEqual(spec("fp32:schedule=ring", torch.float32), "fp32:schedule=ring")
-        self.assertEqual(spec("fp8", torch.bfloat16), "fp8")
-        self.assertEqual(spec("powersgd", torch.bfloat16), "powersgd:wire=bf16")
-        self.assertEqual(spec("powersgd:rank=4,ef=off", torch.bfloat16), "powersgd:rank=4,ef=off,wire=bf16")
-        self.assertEqual(spec("randk:ratio=0.1,wire=int8", torch.bfloat16), "randk:ratio=0.1,wire=int8")
-        self.assertEqual(spec("powersgd:rank=4", torch.float32), "powersgd:rank=4")
+
+WITHOUT = {k: v for k, v in os.environ.items() if k not in ("GRADWIRE_LIBRARY", "PYTHONPATH")}
+NOWHERE = {**os.environ, "GRADWIRE_LIBRARY": "/nowhere/libgradwire.so"}
+ONE_RANK = "import gradwire; gradwire.Communicator().close(); "
 
 
 class Package(unittest.TestCase):
-    def python(self, code: str, **options: Any) -> str:
-        """Runs a Python program. Returns the program's output."""
-        return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True,
-                              **options).stdout.strip()
+    def setUp(self) -> None:
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = pathlib.Path(temporary.name)
+
+    def python(self, *arguments: str, code: int = 0, **options: Any) -> "subprocess.CompletedProcess[str]":
+        """Runs Python, and checks its exit code."""
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=150,
+                              cwd=self.folder, **options)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done
+
+    def output(self, code: str, **options: Any) -> str:
+        return self.python("-c", code, **options).stdout.strip()
+
+    def cc(self, *arguments: Any) -> None:
+        subprocess.run([os.environ.get("CC", "cc"), *arguments], check=True)
+
+    def copy_of_the_package(self, *place: str) -> pathlib.Path:
+        ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+        return pathlib.Path(shutil.copytree(PACKAGE, self.folder.joinpath(*place), ignore=ignored))
 
     def test_structs_match_the_header(self) -> None:
         # The library rejects a wrong size, but only this test names the struct.
@@ -127,59 +137,42 @@ class Package(unittest.TestCase):
         prints = [f'printf("%zu\\n", sizeof({name}));' for name in structs]
         prints += [f'printf("%zu\\n", offsetof({name}, {field}));' for name, field in members]
         program = f'#include <gradwire/gradwire.h>\n#include <stdio.h>\nint main(void){{{"".join(prints)} return 0;}}'
-        with tempfile.TemporaryDirectory() as folder:
-            source, binary = pathlib.Path(folder, "sizes.c"), pathlib.Path(folder, "sizes")
-            source.write_text(program)
-            subprocess.run(
-                [os.environ.get("CC", "cc"), "-I", PACKAGE.parents[1] / "include", source, "-o", binary],
-                check=True)
-            sizes = subprocess.run([binary], check=True, capture_output=True, text=True).stdout.split()
+        source, binary = self.folder / "sizes.c", self.folder / "sizes"
+        source.write_text(program)
+        self.cc("-I", PACKAGE.parents[1] / "include", source, "-o", binary)
+        sizes = subprocess.run([binary], check=True, capture_output=True, text=True).stdout.split()
         ours = [ctypes.sizeof(struct) for struct in structs.values()]
         ours += [getattr(structs[name], field).offset for name, field in members]
         self.assertEqual([int(s) for s in sizes], ours)
 
     def test_import_needs_neither_torch_nor_numpy(self) -> None:
-        code = (
-            "import sys; import gradwire; gradwire.Communicator().close(); print(sorted({'torch', 'numpy'} &"
-            " set(sys.modules)))"
-        )
-        self.assertEqual(self.python(code), "[]")
+        code = ONE_RANK + "import sys; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+        self.assertEqual(self.output(code), "[]")
 
     def test_names_a_missing_library(self) -> None:
-        environment = {**os.environ, "GRADWIRE_LIBRARY": "/nowhere/libgradwire.so"}
-        done = subprocess.run([sys.executable, "-c", "import gradwire; gradwire.Communicator()"],
-                              env=environment, capture_output=True, text=True)
-        self.assertNotEqual(done.returncode, 0)
-        self.assertIn("/nowhere/libgradwire.so", done.stderr)
-        self.assertIn("GRADWIRE_LIBRARY", done.stderr)
+        error = self.python("-c", ONE_RANK, code=1, env=NOWHERE).stderr
+        self.assertIn("/nowhere/libgradwire.so", error)
+        self.assertIn("GRADWIRE_LIBRARY", error)
 
     def test_doctor_reports_versions_and_failures(self) -> None:
-        doctor = [sys.executable, "-m", "gradwire.doctor"]
-        found = subprocess.run(doctor, capture_output=True, text=True, timeout=100)
-        self.assertEqual((found.returncode, found.stderr), (0, ""), found.stdout)
-        self.assertIn(f"library {gradwire.__version__}: {_native.library_path}", found.stdout)
-        self.assertIn(f"torch {torch.__version__}: ", found.stdout)
-        self.assertIn("the mean is right", found.stdout)
-        self.assertRegex(
-            found.stdout,
-            r"CUDA: the library has (no CUDA side\. .*nvcc|a CUDA side; .*(device 0 works|no NVIDIA"
-            " driver).*NCCL)",
-        )
-        broken = subprocess.run(doctor, capture_output=True, text=True, timeout=100,
-                                env={**os.environ, "GRADWIRE_LIBRARY": "/nowhere/libgradwire.so"})
-        self.assertEqual((broken.returncode, broken.stderr), (1, ""), broken.stdout)
+        found, broken = (self.python("-m", "gradwire.doctor", code=code, env=environment)
+                         for code, environment in ((0, {**os.environ}), (1, NOWHERE)))
+        self.assertEqual(found.stderr + broken.stderr, "")
+        for text in (f"library {gradwire.__version__}: {_native.library_path}",
+                     f"torch {torch.__version__}: ", "the mean is right"):
+            self.assertIn(text, found.stdout)
+        self.assertRegex(found.stdout, r"CUDA: the library has (no CUDA side\. .*nvcc|"
+                                       r"a CUDA side; .*(device 0 works|no NVIDIA driver).*NCCL)")
         self.assertIn("/nowhere/libgradwire.so", broken.stdout)
         self.assertIn("GRADWIRE_LIBRARY", broken.stdout)
 
     def test_doctor_continues_past_broken_frameworks(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            for name, body in {"torch": "raise OSError('libcudart.so.12: no such file\\nmore')",
-                               "jax": "raise SystemExit(3)", "numpy": "import no_such_module"}.items():
-                pathlib.Path(folder, f"{name}.py").write_text(body)
-            search = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-            found = subprocess.run([sys.executable, "-m", "gradwire.doctor"], capture_output=True, text=True,
-                                   timeout=100, env={**os.environ, "PYTHONPATH": search})
-        self.assertEqual((found.returncode, found.stderr), (0, ""), found.stdout)
+        for name, body in {"torch": "raise OSError('libcudart.so.12: no such file\\nmore')",
+                           "jax": "raise SystemExit(3)", "numpy": "import no_such_module"}.items():
+            (self.folder / f"{name}.py").write_text(body)
+        search = os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")])
+        found = self.python("-m", "gradwire.doctor", env={**os.environ, "PYTHONPATH": search})
+        self.assertEqual(found.stderr, "")
         for line in ("torch: broken: OSError: libcudart.so.12: no such file\n",
                      "jax: broken: SystemExit: 3\n",
                      "numpy: broken: ModuleNotFoundError: No module named 'no_such_module'\n",
@@ -189,28 +182,21 @@ class Package(unittest.TestCase):
     def test_finds_nccl_of_pip_unless_another_is_loaded(self) -> None:
         # Installs a stand-in of version 2.77.7 at the path of the wheel nvidia-nccl-cu13, and a stand-in of
         # version 2.66.6 in another folder.
-        source = "int ncclGetVersion(int* version) { *version = %d; return 0; }"
-        ask = (
-            "import ctypes; from gradwire._communicator import load_nccl; first = load_nccl(); number ="
-            " ctypes.c_int(); ctypes.CDLL('libnccl.so.2').ncclGetVersion(ctypes.byref(number)); print(first,"
-            " number.value)"
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            installed, other = pathlib.Path(folder, "nvidia", "nccl", "lib"), pathlib.Path(folder, "other")
-            for place, number in ((installed, 27707), (other, 26606)):
-                place.mkdir(parents=True)
-                (place / "nccl.c").write_text(source % number)
-                subprocess.run([
-                    os.environ.get("CC", "cc"), "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2",
-                    place / "nccl.c", "-o", place / "libnccl.so.2"
-                ], check=True)
-            for before, more, expected in (("", {}, "2.77.7 27707"),
-                                           (f"import ctypes; ctypes.CDLL('{other}/libnccl.so.2'); ", {},
-                                            "2.66.6 26606"),
-                                           ("", {"GRADWIRE_NCCL_LIBRARY": str(other / "libnccl.so.2")},
-                                            "2.66.6 26606")):
-                environment = {**os.environ, "PYTHONPATH": ":".join([folder, *sys.path]), **more}
-                self.assertEqual(self.python(before + ask, env=environment), expected)
+        ask = ("import ctypes; from gradwire._communicator import load_nccl; first = load_nccl(); number = "
+               "ctypes.c_int(); ctypes.CDLL('libnccl.so.2').ncclGetVersion(ctypes.byref(number)); "
+               "print(first, number.value)")
+        installed, other = self.folder / "nvidia/nccl/lib", self.folder / "other"
+        for place, number in ((installed, 27707), (other, 26606)):
+            place.mkdir(parents=True)
+            (place / "nccl.c").write_text(f"int ncclGetVersion(int* v) {{ *v = {number}; return 0; }}")
+            self.cc("-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", place / "nccl.c", "-o",
+                    place / "libnccl.so.2")
+        named = {"GRADWIRE_NCCL_LIBRARY": str(other / "libnccl.so.2")}
+        load = f"import ctypes; ctypes.CDLL('{other}/libnccl.so.2'); "
+        for before, more, expected in (("", {}, "2.77.7 27707"), (load, {}, "2.66.6 26606"),
+                                       ("", named, "2.66.6 26606")):
+            environment = {**os.environ, "PYTHONPATH": ":".join([str(self.folder), *sys.path]), **more}
+            self.assertEqual(self.output(before + ask, env=environment), expected)
 
     def test_version_matches_the_header(self) -> None:
         header = (PACKAGE.parents[1] / "include" / "gradwire" / "gradwire.h").read_text()
@@ -219,49 +205,54 @@ class Package(unittest.TestCase):
 
     def test_pip_install_includes_the_library(self) -> None:
         if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode != 0:
-            self.fail(
-                "pip is missing; Debian has it as python3-pip (with python3-setuptools and python3-wheel)")
-        with tempfile.TemporaryDirectory() as folder:
-            source, target = pathlib.Path(folder, "source"), pathlib.Path(folder, "installed")
-            shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "build",
-                                                                           "*.egg-info"))
-            subprocess.run([
-                sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-build-isolation",
-                "--no-deps", "--disable-pip-version-check", "--target", target, source
-            ], check=True)
-            environment = {k: v for k, v in os.environ.items() if k not in ("GRADWIRE_LIBRARY", "PYTHONPATH")}
-            code = (
-                "import gradwire; gradwire.Communicator().close(); print(gradwire.__version__,"
-                " gradwire.__file__)"
-            )
-            output = self.python(code, env={**environment, "PYTHONPATH": str(target)}, cwd=folder)
-            version, file = output.split()
-            self.assertEqual(version, gradwire.__version__)
-            self.assertEqual(pathlib.Path(file).parent, target / "gradwire")
-            self.assertTrue((target / "gradwire" / "py.typed").exists())
-            self.assertTrue((target / "gradwire" / "libgradwire.so").exists())
-            metadata = next(target.glob("gradwire-*.dist-info/METADATA")).read_text()
-            self.assertRegex(metadata, r"Requires-Dist: nvidia-nccl-cu13.*extra == .cuda.")
+            self.fail("pip is missing; Debian has it as python3-pip (with python3-setuptools, python3-wheel)")
+        target = self.folder / "installed"
+        self.python("-m", "pip", "install", "--quiet", "--no-index", "--no-build-isolation", "--no-deps",
+                    "--disable-pip-version-check", "--target", str(target),
+                    str(self.copy_of_the_package("source")))
+        version, file = self.output(ONE_RANK + "print(gradwire.__version__, gradwire.__file__)",
+                                    env={**WITHOUT, "PYTHONPATH": str(target)}).split()
+        self.assertEqual((version, pathlib.Path(file).parent), (gradwire.__version__, target / "gradwire"))
+        for name in ("py.typed", "libgradwire.so"):
+            self.assertTrue((target / "gradwire" / name).exists(), name)
+        metadata = next(target.glob("gradwire-*.dist-info/METADATA")).read_text()
+        self.assertRegex(metadata, r"Requires-Dist: nvidia-nccl-cu13.*extra == .cuda.")
 
     def test_a_private_checkout_makes_public_wheels_and_editable_installs_find_the_library(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            source = pathlib.Path(folder, "integrations", "python")
-            shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "build",
-                                                                           "*.egg-info"))
-            shutil.copytree(PACKAGE.parents[1] / "include", pathlib.Path(folder, "include"))
-            for path in source.rglob("*"):
-                path.chmod(0o700 if path.is_dir() else 0o600)
-            build = "import sys, build_backend as b; b.build_wheel(sys.argv[1]); b.build_editable(sys.argv[1])"
-            subprocess.run([sys.executable, "-c", build, folder], cwd=source, umask=0o077, check=True,
-                           capture_output=True)
-            wheel, = (path for path in pathlib.Path(folder).glob("*.whl") if "editable" not in path.name)
-            with zipfile.ZipFile(wheel) as packed:
-                private = [i.filename for i in packed.infolist() if ~(i.external_attr >> 16) & 0o444]
-            self.assertEqual(private, [])
-            environment = {k: v for k, v in os.environ.items() if k != "GRADWIRE_LIBRARY"}
-            code = "import gradwire; gradwire.Communicator().close(); print(gradwire._native.library_path)"
-            found = self.python(code, env={**environment, "PYTHONPATH": str(source)}, cwd=folder)
-            self.assertEqual(found, f"{folder}/build/lib/libgradwire.so")
+        source = self.copy_of_the_package("integrations", "python")
+        shutil.copytree(PACKAGE.parents[1] / "include", self.folder / "include")
+        for path in source.rglob("*"):
+            path.chmod(0o700 if path.is_dir() else 0o600)
+        build = "import sys, build_backend as b; b.build_wheel(sys.argv[1]); b.build_editable(sys.argv[1])"
+        subprocess.run([sys.executable, "-c", build, self.folder], cwd=source, umask=0o077, check=True,
+                       capture_output=True)
+        wheel, = (path for path in self.folder.glob("*.whl") if "editable" not in path.name)
+        with zipfile.ZipFile(wheel) as packed:
+            private = [i.filename for i in packed.infolist() if ~(i.external_attr >> 16) & 0o444]
+        self.assertEqual(private, [])
+        code = ONE_RANK + "print(gradwire._native.library_path)"
+        found = self.output(code, env={**WITHOUT, "PYTHONPATH": str(source)})
+        self.assertEqual(found, f"{self.folder}/build/lib/libgradwire.so")
+
+    def test_a_zip_archive_uses_the_library_in_it_or_the_one_that_is_named(self) -> None:
+        _native.library()
+        library, code = _native.library_path, ONE_RANK + "print(gradwire._native.library_path)"
+        archive = str(self.folder / "packages.zip")
+        environment = {**WITHOUT, "PYTHONPATH": archive}
+        with zipfile.ZipFile(archive, "w") as packed:
+            for source in (PACKAGE / "gradwire").glob("*.py"):
+                packed.write(source, f"gradwire/{source.name}")
+        self.assertIn(library, self.output(code, env={**environment, "GRADWIRE_LIBRARY": library}))
+        inside = "gradwire/libgradwire.so"
+        for good in (False, True):
+            other = shutil.copy(archive, f"{archive}{good}")
+            with zipfile.ZipFile(other, "a") as packed:
+                packed.writestr(inside, pathlib.Path(library).read_bytes() if good else b"not a library")
+            environment["PYTHONPATH"] = other
+            if good:
+                self.assertEqual(self.output(code, env=environment), f"{other}/{inside}")
+            else:
+                self.assertIn(f"{other}/{inside}", self.python("-c", code, code=1, env=environment).stderr)
 
 
 if __name__ == "__main__":

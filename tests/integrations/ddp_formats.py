@@ -1,109 +1,103 @@
-#!/usr/bin/python3
-"""Tests that default types, default devices and inference mode change no result.
-
-usage: defaults_test.py WORLD
-
-Each rank runs each part of the package under PyTorch's defaults, and then under others. All bits must agree.
-"""
+"""Scenarios of formats registered from Python, and of PyTorch's defaults, which must change no result."""
 from __future__ import annotations
 
 import contextlib
 import io
-import os
-import pathlib
-import sys
-from typing import Any, Callable, ContextManager, Dict, Iterator, List
+from typing import Any, Callable, Dict, Iterator, List
 
-import launch
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
 
-if "RANK" in os.environ:
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
-    import gradwire
-    import gradwire.torch
-    from rank import RANK, WORLD, check, say
-
-    Inside = Callable[[], ContextManager[Any]]  # around what makes or loads something, not backward
+import gradwire
+import gradwire.torch
+from ddp_loss_scale import OwnScaler
+from gradwire.torch import compress
+from rank import RANK, WORLD, check, refused
+from scenarios import scenario
+from training import ddp_of
 
 
-def values(*shape: int, seed: int = 0, dtype: Any = None) -> Any:
+@scenario(2)
+def registered_formats_whose_sizes_differ_between_ranks_are_refused() -> None:
+    size = 64 if RANK == 0 else 32
+    gradwire.register_format("sized", block=size, bytes=4 * size, encode=lambda v: v.view(np.uint8),
+                             decode=lambda d: d.view(np.float32))
+    calls: List[Callable[[Any], Any]] = [
+        lambda comm: gradwire.allreduce_(np.ones(1000, np.float32), "sized:schedule=ring", comm=comm),
+        lambda comm: gradwire.Reducer(comm, "powersgd:rank=1,wire=sized", [("w", 10, 10)])]
+    for call in calls:
+        comm = gradwire.torch.communicator(timeout_s=60)
+        refused(lambda: call(comm), gradwire.CommFailed, "sized in 256 bytes per 64 values",
+                "sized in 128 bytes per 32 values")
+        dist.barrier()  # no rank leaves before both ranks have the error
+        comm.close()
+
+
+# ---- PyTorch's defaults ----------------------------------------------------------------------------------
+
+Inside = Callable[[], Any]  # a context around what makes or loads something, not around backward
+Part = Callable[[Inside], List[Any]]
+
+
+def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(100 * seed + RANK)
-    numbers = torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator)
-    return numbers.to(dtype or torch.float32)
+    return torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator).to(dtype)
 
 
-class Run:
-    """A model under DistributedDataParallel with a hook."""
+class Typed:
+    """A model of one type under DistributedDataParallel with a hook."""
 
-    def __init__(self, dtype: Any, inside: Inside, spec: str, **options: Any) -> None:
-        kind = {"dtype": dtype, "device": "cpu"}
+    def __init__(self, inside: Inside, spec: str, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        kind: Dict[str, Any] = {"dtype": dtype, "device": "cpu"}
         self.net = nn.Sequential(nn.Linear(48, 40, **kind), nn.Tanh(), nn.Linear(40, 48, **kind))
         for i, p in enumerate(self.net.parameters()):
             p.data.copy_(values(*p.shape, seed=7 + i) if RANK == 0 else 0)
-        self.ddp = DistributedDataParallel(self.net, broadcast_buffers=False)
-        self.dtype = dtype
+        self.ddp, self.dtype = ddp_of(self.net, broadcast_buffers=False), dtype
         with inside():
-            self.hook = gradwire.torch.compress(self.ddp, spec, **options)
+            self.hook = compress(self.ddp, spec, **options)
 
-    def steps(self, count: int) -> None:
+    def steps(self, count: int) -> "Typed":
         for step in range(count):
             self.net.zero_grad()
             self.ddp(values(8, 48, seed=step, dtype=self.dtype)).square().sum().backward()
             with torch.no_grad():
                 for p in self.net.parameters():
                     p -= 1e-3 * p.grad
+        return self
 
-    def results(self) -> "List[torch.Tensor]":
-        state = self.hook.state_dict()
-        kept = [tensor for each in state["tensors"].values() for tensor in each["state"].values()]
+    def results(self) -> List[torch.Tensor]:
+        tensors = self.hook.state_dict(gather=False)["tensors"].values()
+        kept = [tensor for each in tensors for tensor in each["state"].values()]
+        self.hook.close()
         return [*(p.detach() for p in self.net.parameters()), *kept]
 
 
-class Scaler:
-    """Has what the hook uses of a GradScaler."""
-
-    scale = 8.0
-
-    def get_scale(self) -> float:
-        return self.scale
-
-    def update(self) -> None:
-        self.scale /= 2
-
-
-def hook(dtype: Any, spec: str) -> Callable[[Inside], List[Any]]:
+def hook(spec: str, dtype: torch.dtype) -> Part:
     def part(inside: Inside) -> List[Any]:
-        run = Run(dtype, inside, spec)
-        scaler = Scaler()
+        run, scaler, saved = Typed(inside, spec, dtype), OwnScaler(), io.BytesIO()
         run.hook.use_scaler(scaler)
         run.steps(3)
         with inside():
             scaler.update()
-            saved = io.BytesIO()
             torch.save(run.hook.state_dict(), saved)
             own = run.hook.state_dict(gather=False)
             saved.seek(0)
             run.hook.load_state_dict(torch.load(saved) if RANK == 0 else own)
-        run.steps(2)
-        return run.results()
+        return run.steps(2).results()
     return part
 
 
 def hook_that_loses_a_call(inside: Inside) -> List[Any]:
-    run = Run(torch.float32, inside, "int8", min_ranks=1)
-    run.steps(2)
+    run = Typed(inside, "int8", min_ranks=1).steps(2)
     if RANK == 0:
-        run.hook._comm.abort("a failure that passes")
-    run.steps(2)
-    return run.results()
+        run.hook._comm.abort("a failure that passes")  # type: ignore[union-attr]
+    return run.steps(2).results()
 
 
 def hook_that_chooses(inside: Inside) -> List[Any]:
-    run = Run(torch.float32, inside, "auto:error=0,allow=int8")
-    run.steps(12)
+    run = Typed(inside, "auto:error=0,allow=int8").steps(12)
     check(run.hook.choice is not None and run.hook.choice["spec"] == "fp32", f"chose {run.hook.choice}")
     return run.results()
 
@@ -118,10 +112,8 @@ def calls(inside: Inside) -> List[Any]:
         comm.all_gather(whole, part, "bf16")
         comm.all_gather_update(whole, values(64 // WORLD, seed=1), "int4")
         comm.broadcast_(whole, 1, "int8")
-        request = comm.start(comm.allreduce_, part, "int8")
-        request.wait()
-        reducer = gradwire.Reducer(comm, "powersgd:rank=2,dense=off", [("w", 8, 8)])
-        reducer.allreduce([whole])
+        comm.start(comm.allreduce_, part, "int8").wait()
+        gradwire.Reducer(comm, "powersgd:rank=2,dense=off", [("w", 8, 8)]).allreduce([whole])
         found = gradwire.choose(comm, ["fp32", "int8"], {"w": whole}, error=0.5)
     gradwire.allreduce_(whole)  # a tensor made in inference mode, outside of it
     comm.allreduce_(whole, "int4", residual=residual)
@@ -158,7 +150,7 @@ def backend(inside: Inside) -> List[Any]:
 
 
 @contextlib.contextmanager
-def default_type(dtype: Any) -> Iterator[None]:
+def default_type(dtype: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(dtype)
     try:
         yield
@@ -166,16 +158,13 @@ def default_type(dtype: Any) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def ranks() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    parts: Dict[str, Callable[[Inside], List[Any]]] = {
-        "hook, int8": hook(torch.float32, "int8"), "hook, int4 of double": hook(torch.float64, "int4"),
-        "hook, powersgd": hook(
-            # PyTorch 1.13 multiplies no float16 on the CPU.
-            torch.float16 if torch.__version__ >= (2, 0) else torch.float32, "powersgd:rank=2"),
-        "hook, auto": hook_that_chooses,
-        "hook, min_ranks": hook_that_loses_a_call, "calls": calls, "Dion": dion}
+@scenario(2)
+def default_types_and_devices_and_inference_mode_change_no_bit() -> None:
+    parts: Dict[str, Part] = {
+        "int8": hook("int8", torch.float32), "int4 of double": hook("int4", torch.float64),
+        # PyTorch 1.13 multiplies no float16 on the CPU.
+        "powersgd": hook("powersgd:rank=2", torch.float16 if torch.__version__ >= (2, 0) else torch.float32),
+        "auto": hook_that_chooses, "min_ranks": hook_that_loses_a_call, "calls": calls, "Dion": dion}
     if torch.__version__ >= (2, 9):
         parts["backend"] = backend
     nothing = contextlib.nullcontext
@@ -189,21 +178,7 @@ def ranks() -> None:
         for setting, (around, inside) in settings.items():
             with around():
                 found = part(inside)
-            check(len(found) == len(expected) > 0, f"{name}, {setting}: {len(found)} results")
             for a, b in zip(found, expected):
                 check(a.dtype == b.dtype and a.device == b.device and torch.equal(a, b),
                       f"{name}, {setting}: a result differs: {a.flatten()[:4]} {b.flatten()[:4]}")
-        say(f"{name}: the same bits under {', '.join(settings)}")
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    if "RANK" in os.environ:
-        ranks()
-        return 0
-    world = int(sys.argv[1])
-    return launch.report(world, launch.fork_ranks(pathlib.Path(__file__), world, [], 150, ["torch"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            check(len(found) == len(expected) > 0, f"{name}, {setting}: {len(found)} results")
