@@ -9,14 +9,16 @@ the_example_trains as the only scenario, runs examples/frameworks.py as its docu
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import pathlib
 import subprocess
 import sys
 import tempfile
-from typing import Any, Dict, List
+from typing import Any, Callable, List, Tuple
 
 import launch
+import laws
 
 MODULES = {"fsdp2": "accelerate", "deepspeed1": "deepspeed", "deepspeed2": "deepspeed",
            "deepspeed3": "deepspeed"}
@@ -29,51 +31,43 @@ ONCE = {"ray": "powersgd:rank=1,schedule=ring", "torchtitan": "int4", "deepspeed
         "deepspeed2": "int8", "deepspeed3": "int8", "megatron": ""}
 
 
-class Runs:
-    """Runs of a framework, each with new processes."""
+Result = Tuple[List[float], List[Any]]  # the loss of each step, and the weights
+Train = Callable[..., Result]  # (spec, epochs, name of the run, whether to resume after half of the epochs)
 
-    def __init__(self, framework: str, world: int, folder: str) -> None:
-        self.framework, self.world, self.folder = framework, world, pathlib.Path(folder)
-        self.number = 0
 
-    def train(self, spec: str, epochs: int, name: str = "", resume: bool = False) -> Dict[str, Any]:
-        """Returns the record of rank 0. Checks that all ranks have the same weights."""
+def in_new_processes(framework: str, world: int, folder: str) -> Train:
+    """Returns a function that trains with new processes. Ranks must agree; the result is rank 0's."""
+    numbers = itertools.count()
+
+    def train(spec: str, epochs: int, name: str = "", resume: bool = False) -> Result:
         import torch
-        self.number += 1
-        output = self.folder / f"record{self.number}"
-        problem = "tiny" if self.framework in ("torchtitan", "deepspeed3") else "regression"
+        output = f"{folder}/record{next(numbers)}"
+        problem = "tiny" if framework in ("torchtitan", "deepspeed3") else "regression"
         job = {"problem": problem, "spec": spec, "epochs": epochs, "resume": resume,
-               "folder": str(self.folder / name) if name else ""}
-        codes = launch.run_ranks(TRAINING, self.world, [self.framework, json.dumps(job), str(output)], 600)
+               "folder": f"{folder}/{name}" if name else ""}
+        codes = launch.run_ranks(TRAINING, world, [framework, json.dumps(job), output], 600)
         assert not any(codes), f"{job}: the ranks ended with {codes}"
-        records: List[Dict[str, Any]] = [torch.load(f"{output}-{rank}.pt") for rank in range(self.world)]
-        assert all(same(record, records[0]) for record in records), f"{job}: ranks have different weights"
-        return records[0]
+        records = [torch.load(f"{output}-{rank}.pt") for rank in range(world)]
+        assert all(laws.same_bits(r["weights"], records[0]["weights"]) for r in records), f"{job}: differ"
+        return records[0]["losses"], records[0]["weights"]
+
+    return train
 
 
-def same(a: Dict[str, Any], b: Dict[str, Any]) -> bool:
-    import torch
-    return all(torch.equal(p, q) for p, q in zip(a["weights"], b["weights"]))
-
-
-def losses_are_those_without_compression(runs: Runs) -> None:
-    plain = runs.train("", 3)
+def losses_are_those_without_compression(train: Train, _: str) -> None:
+    plain, weights = train("", 3)
     for spec, most in (("fp32", 1e-5), ("int8", 0.02)):
-        compressed = runs.train(spec, 3)
-        apart = max(abs(a - b) for a, b in zip(plain["losses"], compressed["losses"]))
-        assert len(compressed["losses"]) == len(plain["losses"]) and apart < most, f"{spec}: {apart:.3g}"
-        print(f"  {spec}: losses differ by at most {apart:.2g}, from {plain['losses'][0]:.3f} to "
-              f"{plain['losses'][-1]:.3f}", flush=True)
-    assert not same(plain, compressed), "int8 was not in use"
+        losses, compressed = train(spec, 3)
+        apart = max(abs(a - b) for a, b in zip(plain, losses))
+        assert len(losses) == len(plain) and apart < most, f"{spec}: losses differ by {apart:.3g}"
+    assert not laws.same_bits(weights, compressed), "int8 was not in use"
 
 
-def a_checkpoint_continues_bit_for_bit(runs: Runs) -> None:
-    spec = ONCE[runs.framework]
-    whole = runs.train(spec, 2, "resumed")
-    resumed = runs.train(spec, 2, "resumed", resume=True)
-    expected = whole["losses"][len(whole["losses"]) // 2:]
-    assert resumed["losses"] == expected, f"losses {resumed['losses']}, expected {expected}"
-    assert same(whole, resumed), "weights differ after the checkpoint"
+def a_checkpoint_continues_bit_for_bit(train: Train, spec: str) -> None:
+    losses, weights = train(spec, 2, "resumed")
+    again, resumed = train(spec, 2, "resumed", True)
+    assert again == losses[len(losses) // 2:], f"losses {again}, expected the end of {losses}"
+    assert laws.same_bits(weights, resumed), "weights differ after the checkpoint"
 
 
 def the_example_trains(framework: str, world: int) -> int:
@@ -94,8 +88,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if framework in ONCE:
             for scenario in sys.argv[3:]:
-                print(f"{framework}: {scenario}", flush=True)
-                globals()[scenario](Runs(framework, world, folder))
+                globals()[scenario](in_new_processes(framework, world, folder), ONCE[framework])
             return 0
         script = pathlib.Path(__file__).with_name("clients_ranks.py")
         arguments = [framework, folder, *sys.argv[3:]]

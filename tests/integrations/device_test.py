@@ -18,48 +18,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import laws
 import launch
 
-SPECS = [
-    "fp32", "bf16", "fp8", "int8", "int4", "mxfp4", "sign", "qsgd:bits=4,block=128", "eden", "topk",
-    "powersgd:rank=2", "powersgd:rank=4,wire=bf16", "randk:ratio=0.25"
-]
+SPECS = ["fp32", "bf16", "fp8", "int8", "int4", "mxfp4", "sign", "qsgd:bits=4,block=128", "eden", "topk",
+         "powersgd:rank=2", "powersgd:rank=4,wire=bf16", "randk:ratio=0.25"]
 
 
-def check(condition: bool, text: str) -> None:
-    if not condition:
-        raise AssertionError(f"rank {dist.get_rank()} of {dist.get_world_size()}: {text}")
-
-
-def same_on_all_ranks(tensor: torch.Tensor, what: str) -> None:
-    mine = tensor.detach().cpu().float().contiguous()  # earlier versions of Gloo cannot gather bfloat16
-    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, mine)
-    check(all(torch.equal(everybody[0], other) for other in everybody), f"{what} differs between ranks")
-
-
-def model_on(device: torch.device) -> nn.Module:
+def model_on(device: torch.device) -> Any:
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(),
                          nn.Linear(256, 10)).to(device)
 
 
-def batch(step: int, device: torch.device) -> Any:
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    x = torch.randn(32, 64, generator=generator)
-    return x.to(device), (x[:, :10].argmax(dim=1)).to(device)
-
-
-def train(model: nn.Module, parameters: Any, device: torch.device, steps: int = 8) -> List[float]:
-    optimizer, losses = torch.optim.SGD(parameters, lr=0.1, momentum=0.9), []
+def train(what: str, model: nn.Module, device: torch.device, steps: int = 8) -> torch.Tensor:
+    """Trains, and checks that the loss falls. Returns the weights, whole and on the host."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for step in range(steps):
-        x, y = batch(step, device)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = nn.functional.cross_entropy(model(x.to(device)), x[:, :10].argmax(dim=1).to(device))
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses
+    assert steps < 8 or losses[-1] < losses[0], f"{what}: losses {losses}"
+    if dist.get_rank() == 0:
+        print(f"  {what}: loss {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
+    return torch.cat([getattr(p, "full_tensor", lambda: p)().detach().flatten()
+                      for p in model.parameters()]).cpu()
 
 
 def allreduce_gives_the_bits_of_the_host(device: torch.device) -> None:
@@ -67,13 +53,11 @@ def allreduce_gives_the_bits_of_the_host(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for count in (1, 4099, 1 << 20):
             for spec in ("fp32", "bf16", "fp8", "int8", "int4", "sign"):
-                spec += ",schedule=two_shot" if ":" in spec else ":schedule=two_shot"
+                what, spec = f"{spec} {dtype} {count}", f"{spec}:schedule=two_shot"
                 mine = torch.randn(count, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
-                here = gradwire.torch.allreduce_(mine.clone().to(device), spec)
-                host = gradwire.torch.allreduce_(mine.clone(), spec)
-                same_on_all_ranks(here, f"{spec} {dtype} {count}")
-                apart = (here.cpu().float() - host.float()).abs().max()
-                check(torch.equal(here.cpu(), host), f"{spec} {dtype} {count}: {apart} from the host's")
+                here = gradwire.torch.allreduce_(mine.clone().to(device), spec).cpu()
+                laws.ranks_agree(what, here.float().numpy())
+                assert torch.equal(here, gradwire.torch.allreduce_(mine, spec)), f"{what}: other bits"
 
 
 def hooks_train(device: torch.device) -> None:
@@ -83,29 +67,17 @@ def hooks_train(device: torch.device) -> None:
     def ddp() -> nn.Module:
         return nn.parallel.DistributedDataParallel(model_on(device), device_ids=ids, bucket_cap_mb=0.1)
 
-    plain = ddp()
-    expected = train(plain, plain.parameters(), device)
+    plain = train("without a hook", ddp(), device)
     for spec in SPECS:
         model = ddp()
         hook = gradwire.torch.compress(model, spec)
-        losses = train(model, model.parameters(), device)
+        weights = train(spec, model, device)
         stats = hook.stats()  # right after backward and the optimizer, without a synchronization
-        check(stats["wire_bytes"] > 0 and stats["comm_ms"] >= 0, f"{spec}: {stats}")
-        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-        same_on_all_ranks(flat, f"{spec}: parameters")
-        if spec == "fp32":
-            other = torch.cat([p.detach().flatten() for p in plain.parameters()])
-            check(torch.allclose(flat, other, atol=1e-4),
-                  f"fp32 is {(flat - other).abs().max()} from plain DDP")
-        check(losses[-1] < losses[0], f"{spec}: the loss goes from {losses[0]} to {losses[-1]}")
-        if dist.get_rank() == 0:
-            print(
-                f"  {spec}: loss {losses[0]:.4f} to {losses[-1]:.4f} (without a hook {expected[-1]:.4f}), "
-                f"{stats['dense_bytes'] / stats['wire_bytes']:.2f}x fewer bytes, {stats['comm_ms']:.2f} ms",
-                flush=True)
-        state = hook.state_dict()
-        hook.load_state_dict(state)
-        train(model, model.parameters(), device, steps=2)
+        assert stats["wire_bytes"] > 0 and stats["comm_ms"] >= 0, f"{spec}: {stats}"
+        laws.ranks_agree(f"{spec}: parameters", weights.numpy())
+        assert spec != "fp32" or torch.allclose(weights, plain, atol=1e-4), "fp32 is not plain DDP"
+        hook.load_state_dict(hook.state_dict())
+        train(f"{spec}, loaded", model, device, steps=2)
         hook.check()
         hook.close()
 
@@ -117,16 +89,11 @@ def fsdp_trains(device: torch.device) -> None:
     import gradwire.fsdp
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for spec in ("fp32", "bf16", "int8", "int4"):
-        model: Any = model_on(device)
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        model = model_on(device)
+        for layer in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):
+            fully_shard(layer, mesh=mesh)
         handle = gradwire.fsdp.compress(model, spec)
-        losses = train(model, model.parameters(), device)
-        check(losses[-1] < losses[0], f"{spec}: the loss goes from {losses[0]} to {losses[-1]}")
-        if dist.get_rank() == 0:
-            print(f"  {spec}: loss {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
+        train(f"fully_shard, {spec}", model, device)
         handle.close()
 
 

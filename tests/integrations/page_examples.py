@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 from typing import Dict, List, Set, Tuple
@@ -62,36 +63,45 @@ def find(first: str, all_examples: List[str]) -> str:
     return matching[0]
 
 
+def run_rank(module: str, name: str, rank: int, world: int, texts: List[str], folder: str,
+             address: str) -> int:
+    """Runs a session on this rank. Returns the exit code."""
+    session: Session = launch.import_for_rank(module, rank, world).SESSIONS[name]
+    os.chdir(folder)
+    session.run(texts, address)
+    return 0
+
+
 def main() -> int:
+    os.environ.update(OMP_NUM_THREADS="1", GRADWIRE_THREADS="1")
     page = sys.argv[1]
     path, module = PAGES[page]
     loaded = importlib.import_module(module)
+    for framework in getattr(loaded, "PRELOAD", []):
+        importlib.import_module(framework)  # once for the ranks of all sessions
     sessions: Dict[str, Session] = loaded.SESSIONS
     not_run: List[Tuple[str, str]] = loaded.NOT_RUN
     printed = examples(path)
-    if "RANK" in os.environ:
-        session = sessions[sys.argv[2]]
-        os.chdir(sys.argv[3])
-        session.run([find(first, printed) for first in session.examples], f"127.0.0.1:{sys.argv[4]}")
-        return 0
     taken = [find(first, printed) for session in sessions.values() for first in session.examples]
     reasons = {find(first, printed): reason for first, reason in not_run}
     failures = [f"neither run nor in NOT_RUN: {e}" for e in printed if e not in taken and e not in reasons]
     failures += [f"both run and in NOT_RUN: {e}" for e in reasons if e in taken]
     ran: Set[str] = set()
-    with tempfile.TemporaryDirectory() as folder:
-        for name, session in sessions.items():
-            texts = [find(first, printed) for first in session.examples]
-            if session.missing():
-                print(f"{page}, {name}: NOT RUN HERE: {session.missing()}", flush=True)
-            elif session.world == 0:
-                session.run(texts, *sys.argv[2:])
-                ran.update(texts)
-            else:
-                codes = launch.run_ranks(pathlib.Path(__file__), session.world,
-                                         [page, name, folder, str(launch.free_port())], 200)
-                failures += [f"{name}: the ranks ended with {codes}"] if any(codes) else []
-                ran.update(texts)
+    folder = tempfile.mkdtemp()
+    for name, session in sessions.items():
+        texts = [find(first, printed) for first in session.examples]
+        if session.missing():
+            print(f"{page}, {name}: NOT RUN HERE: {session.missing()}", flush=True)
+        elif session.world == 0:
+            session.run(texts, *sys.argv[2:])
+            ran.update(texts)
+        else:
+            address = f"127.0.0.1:{launch.free_port()}"
+            codes = launch.fork_ranks(session.world, lambda rank: run_rank(
+                module, name, rank, session.world, texts, folder, address), 200)
+            failures += [f"{name}: the ranks ended with {codes}"] if any(codes) else []
+            ran.update(texts)
+    shutil.rmtree(folder)
     for example, reason in reasons.items():
         print(f"{page}: not run: {example.splitlines()[0]}\n    {reason}")
     print(

@@ -51,6 +51,7 @@ def over_replicas(examples: List[str], _: str) -> None:
     trains(names)
 
 
+PRELOAD = ["torch"]
 SESSIONS = {
     "4 ranks save": Session(4, saves, ["from gradwire.fsdp import compress", "torch.save("]),
     "2 ranks load": Session(2, loads,

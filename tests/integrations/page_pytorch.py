@@ -1,23 +1,24 @@
 """The examples of docs/for-pytorch.md."""
 from __future__ import annotations
 
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List
 
+import laws
 from page_sessions import RANK, Session, needs_torch, same_on_all_ranks, torch_model, train_torch
 
 
-def names(**more: Any) -> Dict[str, Any]:
+def names(wrapped: bool = True, **more: Any) -> Dict[str, Any]:
     """Returns the names that an example expects: a model, a rank, and PyTorch's."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    model = torch_model()
-    return {
-        "torch": torch, "DistributedDataParallel": DistributedDataParallel, "model": model, "rank": RANK,
-        **more
-    }
+    given = {"torch": torch, "DistributedDataParallel": DistributedDataParallel, "model": torch_model(),
+             "rank": RANK, **more}
+    if wrapped:
+        given["ddp_model"] = DistributedDataParallel(given["model"])
+    return given
 
 
 def trains(given: Dict[str, Any], ratio: float = 3) -> None:
@@ -30,7 +31,7 @@ def trains(given: Dict[str, Any], ratio: float = 3) -> None:
 def one_line(examples: List[str], _: str) -> None:
     import torch
     wrap, statistics, save, load = examples
-    given = names()
+    given = names(wrapped=False)
     exec(wrap, given)
     trains(given)
     exec(statistics, given)
@@ -38,37 +39,19 @@ def one_line(examples: List[str], _: str) -> None:
     exec(save, given)
     torch.distributed.barrier()
     exec(load, given)
-    after = given["hook"].state_dict()
-    assert before["tensors"].keys() == after["tensors"].keys() and before["steps"] == after["steps"] > 0
-    for name, tensor in before["tensors"].items():
-        for kind, values in tensor["state"].items():
-            assert torch.equal(values, after["tensors"][name]["state"][kind]), name
+    assert laws.same_bits(before["tensors"], given["hook"].state_dict()["tensors"])
     trains(given)
 
 
-def what_it_is_short_for(examples: List[str], _: str) -> None:
-    given = names()
-    given["ddp_model"] = given["DistributedDataParallel"](given["model"])
-    exec(examples[0], given)
-    trains(given)
-
-
-def without_the_dead(examples: List[str], _: str) -> None:
-    from gradwire.torch import compress
-    given = names(compress=compress)
-    given["ddp_model"] = given["DistributedDataParallel"](given["model"])
-    exec(examples[0], given)
-    trains(given)
-    assert given["hook"].ranks == [0, 1]
-
-
-def choosing_the_format(examples: List[str], _: str) -> None:
-    from gradwire.torch import compress
-    given = names(compress=compress)
-    given["ddp_model"] = given["DistributedDataParallel"](given["model"])
-    exec(examples[0], given)
-    trains(given, ratio=1)  # which format depends on the machine
-    assert given["hook"].choice["spec"] == given["hook"].spec, given["hook"].choice
+def a_hook(ratio: float = 3, check: Callable[[Any], bool] = lambda hook: True) -> Callable[..., None]:
+    """Returns a session of one example that makes a hook for a DDP, which then trains."""
+    def run(examples: List[str], _: str) -> None:
+        from gradwire.torch import compress
+        given = names(**({} if "import" in examples[0] else {"compress": compress}))
+        exec(examples[0], given)
+        trains(given, ratio)
+        assert check(given["hook"])
+    return run
 
 
 def a_loss_scale(examples: List[str], _: str) -> None:
@@ -77,11 +60,9 @@ def a_loss_scale(examples: List[str], _: str) -> None:
     import loss_scale
     from gradwire.torch import compress
     given = names(scaler=loss_scale.scaler(growth_interval=2))
-    given["ddp_model"] = given["DistributedDataParallel"](given["model"])
     given["hook"] = compress(given["ddp_model"])
     exec(examples[0], given)
-    x = next(given["model"].parameters())
-    batches = [{"x": torch.randn(8, x.shape[1]), "overflow": i == 3} for i in range(6)]
+    batches = [{"x": torch.randn(8, 300), "overflow": i == 3} for i in range(6)]
     loss_scale.train(given["ddp_model"], torch.optim.SGD(given["model"].parameters(), lr=0.01), batches,
                      given["scaler"])
     same_on_all_ranks([p.detach().tolist() for p in given["ddp_model"].parameters()])
@@ -94,18 +75,16 @@ def from_powersgd_hook(examples: List[str], _: str) -> None:
     before, comment, after = examples[0].partition("# after")
     given = names(PowerSGDState=PowerSGDState, powerSGD_hook=powerSGD_hook, Hook=Hook,
                   allreduce_hook=allreduce_hook)
-    given["ddp_model"] = given["DistributedDataParallel"](given["model"])
     exec(before, given)
     train_torch(given["ddp_model"])
-    given["model"] = torch_model()
-    given["ddp_model"] = given["DistributedDataParallel"](given["model"])  # a DDP accepts one hook only
+    given.update(ddp_model=names()["ddp_model"])  # a DDP accepts one hook only
     exec(comment + after, given)
     trains(given, ratio=1)  # the first 1000 steps are uncompressed
 
 
 def distributed_checkpoint(examples: List[str], _: str) -> None:
     wrap, save = examples
-    given = names(folder="distributed")
+    given = names(wrapped=False, folder="distributed")
     exec(wrap, given)
     trains(given)
     exec(save, given)
@@ -132,7 +111,7 @@ def without_ddp(examples: List[str], address: str) -> None:
     import numpy as np
 
     import gradwire
-    given = names(gradwire=gradwire, world=2, tensor=None, array=np.full(5, RANK, np.float32),
+    given = names(wrapped=False, gradwire=gradwire, world=2, tensor=None, array=np.full(5, RANK, np.float32),
                   weight_gradient=np.full((256, 512), RANK,
                                           np.float32), bias_gradient=np.full(256, RANK, np.float32))
     given["tensor"] = given["torch"].full((7,), float(RANK))
@@ -141,15 +120,17 @@ def without_ddp(examples: List[str], address: str) -> None:
         assert abs(result - 0.5).max() < 1e-4, result
 
 
+PRELOAD = ["torch"]
 SESSIONS = {
     "one line": Session(2, one_line, [
         "from gradwire.torch import compress", "hook.stats()", "state = hook.state_dict()",
         "hook.load_state_dict(torch.load("
     ]),
-    "what it is short for": Session(2, what_it_is_short_for, ["from gradwire.torch import Hook"]),
-    "continuing after a rank fails": Session(2, without_the_dead,
+    "what it is short for": Session(2, a_hook(), ["from gradwire.torch import Hook"]),
+    "continuing after a rank fails": Session(2, a_hook(check=lambda hook: hook.ranks == [0, 1]),
                                              ['hook = compress(ddp_model, "int8", min_ranks=2)']),
-    "choosing the format": Session(2, choosing_the_format, ['hook = compress(ddp_model, "auto:error=0.1")']),
+    "choosing the format": Session(2, a_hook(1, lambda hook: hook.choice["spec"] == hook.spec), [
+        'hook = compress(ddp_model, "auto:error=0.1")']),  # which format depends on the machine
     "a loss scale": Session(2, a_loss_scale, ["hook.use_scaler(scaler)"]),
     "from PyTorch's hook": Session(2, from_powersgd_hook, ["# before"]),
     # A checkpoint needs the first example also.

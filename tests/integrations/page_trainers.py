@@ -205,6 +205,7 @@ def megatron(examples: List[str], _: str) -> None:
     same_on_all_ranks([p.main_grad.tolist() for p in model.parameters()])
 
 
+PRELOAD = ["torch"]
 SESSIONS = {
     "Lightning": Session(2, lightning, ["from gradwire.lightning"], needs("lightning")),
     "Fabric": Session(2, fabric, ["hook = gradwire.torch.compress(model"], needs("lightning")),

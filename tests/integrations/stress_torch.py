@@ -10,17 +10,17 @@ import os
 import pickle
 import time
 import warnings
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import gradwire.torch
 from stress import SHAPES, TIMEOUT_S, Run, Wrong, gradient
-from stress_model import Model
 
 with contextlib.suppress(ImportError):
     import torch._dynamo  # DDP's constructor imports it, which takes seconds
@@ -28,6 +28,66 @@ torch.set_num_threads(1)
 warnings.filterwarnings("ignore")
 SPECS = ("fp32", "bf16", "int8", "int4", "fp8", "powersgd:rank=2", "powersgd:rank=2,wire=bf16")
 CLEAR = (gradwire.Error, ValueError, TypeError, RuntimeError)
+
+
+class Module(torch.nn.Module):
+    """A module whose gradients are its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            setattr(self, name, torch.nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, given: Dict[str, torch.Tensor]) -> torch.Tensor:
+        return sum((getattr(self, name) * values).sum() for name, values in given.items())
+
+
+class Scaler:
+    """A loss scale that the sequence chooses."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+    def update(self, new_scale: Optional[float] = None) -> None:
+        """Sets the scale. Without `new_scale` halves the scale, as after a skipped step."""
+        self.scale = self.scale / 2 if new_scale is None else new_scale
+
+
+class Model:
+    """A module. On the members of a group, it is in a DistributedDataParallel over the group."""
+
+    ddp: Any = None
+    hook: Any = None
+    closed = False
+    dead = False  # backward() has raised, so PyTorch's reducer is unusable
+    may_refuse = False  # the next backward may raise, for a state of another model
+    saved: Any = None
+    entry: Any = None  # an entry of Subject.groups
+    scale = property(lambda self: self.scaler.scale)
+
+    def __init__(self, number: int, spec: str, group: Any, part: List[int]) -> None:
+        self.number, self.spec, self.group, self.part = number, spec, group, part
+        self.module, self.names, self.scaler = Module(), list(SHAPES), Scaler()
+
+    def unusable(self, rank: int) -> bool:
+        """Returns whether the model can no longer average, on any rank of its part."""
+        return self.closed or self.dead or (rank in self.part and self.hook is None)
+
+    def wrap(self) -> None:
+        for name in SHAPES:
+            getattr(self.module, name).requires_grad_(name in self.names)
+        self.ddp = DistributedDataParallel(self.module, process_group=self.group, bucket_cap_mb=0.012)
+
+    def compress(self) -> None:
+        self.use(gradwire.torch.compress(self.ddp, self.spec, timeout_s=TIMEOUT_S))
+        self.closed = False
+
+    def use(self, hook: Any) -> None:
+        self.hook = hook
+        hook.use_scaler(self.scaler)
 
 
 class Subject:
@@ -41,13 +101,10 @@ class Subject:
 
     def choose(self) -> Tuple[str, Callable[[], None]]:
         names = ["average", "average", "spare_hook", "fork", "init", "destroy"]
-        if self.connected:
-            names += ["train"] * 8 + [
-                "new_group", "compress", "compress", "twice", "close", "deepcopy", "save", "load", "load",
-                "skip", "freeze", "unfreeze", "scale", "pickle", "share", "reuse", "destroy_group"
-            ]
-        else:
-            names += ["init"] * 8
+        names += ["train"] * 8 + [
+            "new_group", "compress", "compress", "twice", "close", "deepcopy", "save", "load", "load", "skip",
+            "freeze", "unfreeze", "scale", "pickle", "share", "reuse", "destroy_group"
+        ] if self.connected else ["init"] * 8
         name = self.run.draw.choice(names)
         return name, getattr(self, f"do_{name}")
 
@@ -59,8 +116,7 @@ class Subject:
         return self.run.rank in part
 
     def in_use(self, model: Model) -> bool:
-        """Returns whether this rank has a hook of the model that can still average."""
-        return self.mine(model.part) and not model.closed and not model.dead and model.hook is not None
+        return self.mine(model.part) and not model.unusable(self.run.rank)
 
     def gradient(self, step: int, name: str, scale: float = 1.0) -> torch.Tensor:
         return torch.from_numpy(gradient(self.run.seed, step, self.run.rank, name, scale))
@@ -286,15 +342,15 @@ class Subject:
     def do_freeze(self) -> None:
         model = self.model()
         if len(model.names) > 1:
-            self.only(model, [name for name in model.names if name != self.run.draw.choice(model.names)]
-                      or model.names)
+            left = [name for name in model.names if name != self.run.draw.choice(model.names)]
+            self.only(model, left or model.names)
 
     def do_unfreeze(self) -> None:
         self.only(self.model(), list(SHAPES))
 
     def only(self, model: Model, names: List[str]) -> None:
         """Wraps the module again, for other parameters, and carries the state over."""
-        if model.closed or model.dead or model.may_refuse or (self.mine(model.part) and model.hook is None):
+        if model.may_refuse or model.unusable(self.run.rank):
             return
         changed, model.names = names != model.names, names
         if not self.mine(model.part):
@@ -315,7 +371,7 @@ class Subject:
     def do_scale(self) -> None:
         model = self.model()
         scale = self.run.draw.choice((1.0, 1024.0, 65536.0, 2.0**-10))
-        if not (model.closed or model.dead or (self.mine(model.part) and model.hook is None)):
+        if not model.unusable(self.run.rank):
             model.scaler.update(scale)
 
     def do_skip(self) -> None:

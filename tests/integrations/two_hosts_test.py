@@ -13,35 +13,12 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from typing import Iterator
 
+import hosts_test
 import launch
 
 HOST_OF_RANK = "ABA"
 ADDRESS = {"A": "10.213.77.1", "B": "10.213.77.2"}
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[str]:
-    """Creates two network namespaces that a veth pair connects. Yields the prefix of all their names."""
-    prefix = f"gw{os.getpid()}"
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-    try:
-        for host in ADDRESS:
-            ip("netns", "add", prefix + host)
-        ip("link", "add", f"{prefix}A", "netns", f"{prefix}A", "type", "veth", "peer", "name", f"{prefix}B",
-           "netns", f"{prefix}B")
-        for host, address in ADDRESS.items():
-            ip("-n", prefix + host, "address", "add", f"{address}/24", "dev", prefix + host)
-            for device in ("lo", prefix + host):
-                ip("-n", prefix + host, "link", "set", device, "up")
-        yield prefix
-    finally:
-        for host in ADDRESS:
-            subprocess.run(["ip", "netns", "delete", prefix + host], capture_output=True)
 
 
 def rank(number: int) -> None:
@@ -78,7 +55,8 @@ def main() -> int:
         return 0
     with contextlib.ExitStack() as stack:
         try:
-            prefix = stack.enter_context(two_hosts())
+            stack.enter_context(hosts_test.hosts())
+            hosts_test.cable({host: f"{address}/24" for host, address in ADDRESS.items()})
         except (OSError, subprocess.CalledProcessError) as error:
             print(
                 "SKIPPED: this machine does not permit network namespaces:"
@@ -88,7 +66,7 @@ def main() -> int:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         for init in ("env://", f"tcp://{ADDRESS['A']}:{launch.free_port()}", f"file://{folder}/store"):
             codes = launch.run_ranks(pathlib.Path(__file__), 3, [init], 60, {"MASTER_ADDR": ADDRESS["A"]},
-                                     lambda r: ["ip", "netns", "exec", prefix + HOST_OF_RANK[r]])
+                                     lambda r: ["ip", "netns", "exec", hosts_test.PREFIX + HOST_OF_RANK[r]])
             if any(codes):
                 print(f"FAILED: the ranks of {init} ended with {codes}")
                 return 1
