@@ -2,13 +2,11 @@
 """Tests gradwire.Reducer and choose(): which tensors are compressed, shards, and states."""
 from __future__ import annotations
 
-import contextlib
 import math
 import unittest
 from typing import Any, Dict, List
 
 import numpy as np
-import torch
 
 import gradwire
 import laws
