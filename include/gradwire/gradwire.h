@@ -700,8 +700,9 @@ typedef struct gw_spec_info {
   int32_t rank;
   /** Nonzero: alternate=on. */
   int32_t alternate;
-  /** The options start= and seed=. */
+  /** The option start=. */
   int64_t start;
+  /** The option seed=. */
   uint64_t seed;
 } gw_spec_info;
 

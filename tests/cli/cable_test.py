@@ -13,8 +13,9 @@ import time
 from command import CommandTest, SYNTHETIC, main
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "integrations"))
-from two_hosts_test import ADDRESS, two_hosts  # noqa: E402
+import hosts_test  # noqa: E402
 
+ADDRESS = {"A": "10.213.77.1", "B": "10.213.77.2"}
 GONE_AFTER_S = 10  # kHostGoneAfter of collectives/net/socket.h
 
 
@@ -24,7 +25,8 @@ class Cable(CommandTest):
         hosts = contextlib.ExitStack()
         self.addCleanup(hosts.close)
         try:
-            self.prefix = hosts.enter_context(two_hosts())
+            hosts.enter_context(hosts_test.hosts())
+            hosts_test.cable({host: f"{address}/24" for host, address in ADDRESS.items()})
         except (OSError, subprocess.CalledProcessError) as error:
             self.skipTest(
                 f"this machine does not permit network namespaces: {getattr(error, 'stderr', None) or error}")
@@ -34,11 +36,11 @@ class Cable(CommandTest):
             "MASTER_ADDR": ADDRESS["A"], "MASTER_PORT": "29511", "GRADWIRE_SECRET": "a secret",
             "RANK": str(rank), "WORLD_SIZE": str(world), **variables
         }
-        words = ["ip", "netns", "exec", self.prefix + host, self.program, *arguments]
+        words = ["ip", "netns", "exec", hosts_test.PREFIX + host, self.program, *arguments]
         return self.spawn(*words, env=variables)
 
     def cut(self):
-        subprocess.run(["ip", "-n", self.prefix + "B", "link", "set", self.prefix + "B", "down"], check=True)
+        hosts_test.on("B", "link", "set", hosts_test.CABLE, "down")
         return time.monotonic()
 
     def test_ranks_on_both_sides_detect_it(self):
