@@ -9,14 +9,9 @@ import sys
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "cli"))
-from bench import TIMING_FIELDS, BenchTest, compressions, main  # noqa: E402
+from bench import BenchTest, compressions, main  # noqa: E402
 from command import as_user  # noqa: E402
 
-COLLECTIVES_FIELDS = [
-    "schedule", "spec", "transport", "ranks", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps",
-    "effective_busbw_gbps", "wire_bytes", "wrong", "rel_error", "baseline_time_us", *TIMING_FIELDS, "max_us",
-    "p99_us", "average", "blocking", "unalign", "skip"
-]
 # nccl-tests' columns for an operation in place.
 STANDARD_COLUMNS = ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
 QUICK = ["-n", 2, "-w", 1]
@@ -25,8 +20,6 @@ QUICK = ["-n", 2, "-w", 1]
 class Collectives(BenchTest):
     def check(self, rows, transport, ranks):
         for row in rows:
-            self.assertEqual(list(row), COLLECTIVES_FIELDS)
-            self.check_timing(row)
             self.assertEqual((row["transport"], row["ranks"], row["wrong"]), (transport, ranks, 0))
             self.assertAlmostEqual(row["algbw_gbps"], row["size_bytes"] / row["time_us"] / 1e3)
             self.assertAlmostEqual(row["effective_busbw_gbps"], row["algbw_gbps"] * 2 * (ranks - 1) / ranks)
@@ -102,14 +95,8 @@ class Collectives(BenchTest):
                       ["-u", 3, "-z", 3, "-I", 1]):
             rows, _ = self.rows(*self.ONE, *QUICK, *flags)
             self.assertEqual([row["wrong"] for row in rows], [0], flags)
-            self.check_timing(rows[0])
             self.assertEqual([rows[0][{"-z": "blocking", "-a": "average", "-u": "unalign"}[flags[0]]]],
                              [flags[1]])
-
-    def test_bad_flags_of_nccl_tests(self):
-        for flags, *parts in ((["-a", 4], "--average"), (["-z", 4], "--blocking"), (["-u", -1], "--unalign"),
-                              (["-I", 2], "--per_iter_timing"), (["-K", 2], "-K 2", "2 calls")):
-            self.refuse([*self.ONE, *QUICK, *flags], *parts)
 
     def test_odd_worlds(self):
         for ranks in (1, 3):
@@ -174,8 +161,9 @@ class Collectives(BenchTest):
         self.refuse("collectives --device cuda", "--device cuda", env={"CUDA_VISIBLE_DEVICES": ""})
         self.refuse("collectives --transport local", "--transport local", "WORLD_SIZE=2",
                     env={"RANK": "0", "WORLD_SIZE": "2"})
-        for flag, value in (("-n", "0"), ("-w", "-1"), ("-f", "1"), ("-b", "two"), ("--ranks", "0")):
-            self.refuse(["collectives", flag, value], value)
+        self.refuse("collectives -n 2 -K 2", "-K 2", "2 calls")
+        for text in ("-n 0", "-w -1", "-f 1", "-b two", "--ranks 0", "-a 4", "-z 4", "-u -1", "-I 2"):
+            self.refuse(["collectives", *text.split()], text.split()[1])
 
 
 class ShapedLink(BenchTest):
@@ -266,11 +254,9 @@ class Numerics(BenchTest):
         self.assertEqual({r["compression"] for r in rows}, {"int4:block=32", "eden:bits=1"})
         self.assertEqual(len(rows), 3 * 2)
 
-    def test_what_is_no_wire_format(self):
+    def test_bad_input(self):
         self.refuse("numerics --spec powersgd:rank=4", "powersgd:rank=4", "wire format")
         self.refuse("numerics --spec int5", "int5", "int4")
-
-    def test_too_many_ranks(self):
         self.refuse("numerics --ranks 66", "--ranks")
 
 

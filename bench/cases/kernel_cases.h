@@ -1,7 +1,8 @@
-// Every op of kernels/ as a benchmark case: the tables in kernel_cases*.cpp have one entry per case.
+// Every op of kernels/ as a benchmark case: the tables in kernel_cases.cpp and kernel_cases_model.cpp have
+// one entry per case.
 //
-// To add a case, write a function that lays out the op's arguments for about `size` bytes of the main array,
-// and list the function in the table of the op's family. tests/bench_test.py fails for an op without a case.
+// To add a case, add an entry that lays out the op's arguments for about `size` bytes of the main array.
+// tests/bench_test.py fails for an op without a case.
 #pragma once
 
 #include <cstdint>
@@ -22,12 +23,11 @@ class Arena {
  public:
   Arena(const Stream& stream, int64_t bytes);
 
-  const Stream& stream() const { return stream_; }
   void reset();
   // Return a 256-byte aligned array of normally distributed values (a repeated pattern), of zeros, or of a
   // constant. Throw Error when the arena is full.
-  float* normal(int64_t count);
-  template <typename T>
+  float* normal(int64_t count) { return repeated(count, normal_); }
+  template <typename T = float>
   T* zeros(int64_t count) {
     return static_cast<T*>(take(count * static_cast<int64_t>(sizeof(T))));
   }
@@ -36,19 +36,20 @@ class Arena {
   template <typename T, typename... Args>
   T* make(Args&&... args) {
     auto object = std::make_shared<T>(std::forward<Args>(args)...);
-    kept_.push_back(object);
+    objects_.push_back(object);
     return object.get();
   }
+
+  const Stream stream;
 
  private:
   void* take(int64_t bytes);
   float* repeated(int64_t count, std::span<const float> pattern);
 
-  Stream stream_;
   Buffer memory_;
   int64_t used_ = 0;
   std::vector<float> normal_;
-  std::vector<std::shared_ptr<void>> kept_;
+  std::vector<std::shared_ptr<void>> objects_;
 };
 
 // The number of arena bytes available to a case per byte of `size`.
@@ -62,11 +63,22 @@ struct Problem {
   std::string shape;
 };
 
+// Returns a launch of `op`, which moves `bytes` per element of `elements`. shape: "" for the number of
+// elements.
+template <typename Args>
+Problem problem(void (*op)(const Stream&, const Args&), const Args& args, double bytes, int64_t elements,
+                const std::string& shape = "", double flops = 0) {
+  return {[=](const Stream& s) { op(s, args); }, bytes * static_cast<double>(elements), flops,
+          shape.empty() ? std::to_string(elements) : shape};
+}
+
 struct KernelCase {
   std::string op;       // name of the op
   std::string variant;  // "" if the op has only one variant
   std::string family;   // the op's header, or the wire format
   std::function<Problem(Arena& arena, int64_t size)> make;
+
+  std::string title() const { return variant.empty() ? op : op + " (" + variant + ")"; }
 };
 
 // Return problems of a lossy wire format: an encode that adds `inputs` contributions to this rank's
@@ -76,10 +88,7 @@ Problem reduce_encode_problem(Wire wire, Arena& arena, int64_t size, int inputs,
                               Rounding rounding);
 Problem decode_problem(Wire wire, Arena& arena, int64_t size);
 
-std::span<const KernelCase> wire_cases();      // wire formats, pack, optimizer
-std::span<const KernelCase> feedback_cases();  // error feedback's policies
-std::span<const KernelCase> powersgd_cases();  // powersgd, orthonormalize, Dion
-std::span<const KernelCase> model_cases();     // gemm, vit
-std::vector<KernelCase> kernel_cases();        // all cases
+std::span<const KernelCase> model_cases();  // gemm, vit
+std::vector<KernelCase> kernel_cases();     // all cases
 
 }  // namespace gradwire::bench

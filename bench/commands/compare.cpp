@@ -1,14 +1,25 @@
-// gradwire-bench compare: a verdict for each row of two results of one command.
+// gradwire-bench compare: a verdict for each row of two results of one command: whether the second is faster,
+// by intervals [min, Q3].
+//
+// The interval is where a quiet machine's times lie: other work only lengthens times, so the slowest quarter
+// is left out. The rules are those of nvbench's robust comparison:
+//
+//   FASTER, SLOWER   the intervals do not overlap, and the gap is at least 1 % of the lower one's end
+//   SAME             the intervals overlap by at least half of the shorter, the medians differ by at most
+//                    2 %, and both interquartile ranges are at most 5 % of the median
+//   UNSURE           otherwise: fewer than 10 samples, too much noise, or too small a difference
+//
+// Where the SM clock of both is known, the verdict in cycles must be the same, else the verdict is UNSURE.
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <map>
-#include <nlohmann/json.hpp>
+#include <optional>
 #include <sstream>
 
-#include "bench/commands/main.h"
-#include "bench/harness/result_files.h"
+#include "bench/harness/command.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "trainer/log/summary.h"
@@ -16,18 +27,68 @@
 namespace gradwire::bench {
 namespace {
 
-using Json = nlohmann::ordered_json;
+constexpr double kGap = 0.01, kCenters = 0.02, kSpread = 0.05, kOverlap = 0.5;
+constexpr int kLeastSamples = 10;
+const std::string kSame = "SAME", kFaster = "FASTER", kSlower = "SLOWER", kUnsure = "UNSURE";
+
+// Returns the verdict, and the reason of UNSURE.
+std::pair<std::string, std::string> compare_times(const Timing& before, const Timing& after) {
+  if (const int n = std::min(before.n, after.n); n < kLeastSamples)
+    return {kUnsure, fmt::format("{} samples; at least {} are needed", n, kLeastSamples)};
+  if (after.min_us > before.q3_us * (1 + kGap)) return {kSlower, ""};
+  if (before.min_us > after.q3_us * (1 + kGap)) return {kFaster, ""};
+  for (const auto& [timing, which] : {std::pair(&before, "A"), std::pair(&after, "B")}) {
+    const double spread = (timing->q3_us - timing->q1_us) / timing->median_us;
+    if (spread > kSpread)
+      return {kUnsure, fmt::format("{}'s interquartile range is {:.0f} %", which, 100 * spread)};
+  }
+  const double centers =
+      std::abs(after.median_us - before.median_us) / std::min(after.median_us, before.median_us);
+  if (centers > kCenters) {
+    return {kUnsure, fmt::format("the medians differ by {:.0f} %, but the intervals do not, by {:.0f} %",
+                                 100 * centers, 100 * kGap)};
+  }
+  const double shared = std::min(before.q3_us, after.q3_us) - std::max(before.min_us, after.min_us);
+  const double shorter = std::min(before.q3_us - before.min_us, after.q3_us - after.min_us);
+  if (shared < kOverlap * shorter) return {kUnsure, "the intervals hardly overlap"};
+  return {kSame, ""};
+}
+
+// Returns the row of two measurements with the names of --json: verdict, time, cycles, why.
+Json compared(const std::string& name, const Timing& before, const Timing& after) {
+  auto [time, why] = compare_times(before, after);
+  std::string verdict = time;
+  Json cycles = nullptr;
+  if (before.sm_mhz > 0 && after.sm_mhz > 0) {
+    auto in_cycles = [](Timing t) {
+      for (double* us : {&t.min_us, &t.q1_us, &t.median_us, &t.q3_us}) *us *= t.sm_mhz;
+      return t;
+    };
+    cycles = compare_times(in_cycles(before), in_cycles(after)).first;
+    if (cycles != time) {
+      verdict = kUnsure;
+      if (why.empty()) {
+        why = fmt::format("{} in cycles: the SM clock was {:.0f} and {:.0f} MHz", cycles.get<std::string>(),
+                          before.sm_mhz, after.sm_mhz);
+      }
+    }
+  }
+  Json row = {{"row", name},      {"verdict", verdict}, {"time", time},
+              {"cycles", cycles}, {"why", why},         {"change", after.median_us / before.median_us - 1}};
+  for (const auto& [key, timing] : {std::pair("a", &before), std::pair("b", &after)}) {
+    row[key] = {{"n", timing->n},
+                {"min_us", timing->min_us},
+                {"median_us", timing->median_us},
+                {"q3_us", timing->q3_us},
+                {"sm_mhz", timing->sm_mhz > 0 ? Json(timing->sm_mhz) : Json(nullptr)}};
+  }
+  return row;
+}
 
 // The fields that identify a row. All others are measured, or settings of the measurement.
 const std::vector<std::string> kIdentity = {
     "model",  "op",         "variant", "spec",  "compression", "schedule", "transport", "ranks",  "rank",
     "device", "size_bytes", "shape",   "cache", "batch_size",  "average",  "blocking",  "unalign"};
-
-struct CompareOptions {
-  std::string before, after;  // paths, separated by commas
-  std::vector<std::string> ignore;
-  ResultPaths results;
-};
 
 struct TimedRow {
   std::string name;
@@ -41,36 +102,17 @@ struct TimedRow {
                   path, why));
 }
 
-// Returns the row's name, without the fields `ignore`. Values that are the same in most rows stay: a name
-// must not depend on the other rows.
-std::string name_of(const Json& row, const std::vector<std::string>& ignore) {
-  std::string name;
-  for (const std::string& key : kIdentity) {
-    const auto at = row.find(key);
-    if (at == row.end() || std::find(ignore.begin(), ignore.end(), key) != ignore.end()) continue;
-    std::string text = at->is_string() ? at->get<std::string>() : fmt::format("{}={}", key, at->dump());
-    if (!text.empty()) name += (name.empty() ? "" : ", ") + text;
-  }
-  return name;
-}
-
-bool is_timing(const Json& object) {
-  return object.is_object() && object.contains("min_us") && object.contains("q3_us");
-}
-
-Timing timing_of(const Json& object, const std::string& path) {
+// Returns the measurement that an object holds, or nothing.
+std::optional<Timing> timing_of(const Json& object, const std::string& path) {
+  if (!object.is_object() || !object.contains("min_us") || !object.contains("q3_us")) return {};
   auto number = [&](const char* key) {
     const auto at = object.find(key);
     if (at == object.end() || !at->is_number() || at->get<double>() < 0)
       refuse(path, fmt::format("{} is not a number", key));
     return at->get<double>();
   };
-  Timing timing;
-  timing.n = static_cast<int>(number("n"));
-  timing.min_us = number("min_us");
-  timing.q1_us = number("q1_us");
-  timing.median_us = number("median_us");
-  timing.q3_us = number("q3_us");
+  Timing timing{static_cast<int>(number("n")), number("min_us"), number("q1_us"), number("median_us"),
+                number("q3_us")};
   if (timing.median_us <= 0) refuse(path, "median_us is 0");
   if (const auto mhz = object.find("sm_mhz"); mhz != object.end() && mhz->is_number()) {
     timing.sm_mhz = mhz->get<double>();
@@ -78,7 +120,8 @@ Timing timing_of(const Json& object, const std::string& path) {
   return timing;
 }
 
-// Returns the measurements of a result: of each row, and of the objects within a row, such as "encode".
+// Returns the measurements of a result: of each row, and of the objects within a row, such as "encode". Their
+// names lack the fields `ignore`.
 std::vector<TimedRow> read_rows(const std::string& path, const std::vector<std::string>& ignore) {
   Json document;
   try {
@@ -91,10 +134,18 @@ std::vector<TimedRow> read_rows(const std::string& path, const std::vector<std::
   std::vector<TimedRow> rows;
   for (const Json& row : document) {
     if (!row.is_object()) refuse(path, "not a list of rows");
-    const std::string name = name_of(row, ignore);
-    if (is_timing(row)) rows.push_back({name, timing_of(row, path)});
+    // Values that are the same in most rows stay: a name must not depend on the other rows.
+    std::string name;
+    for (const std::string& key : kIdentity) {
+      const auto at = row.find(key);
+      if (at == row.end() || std::find(ignore.begin(), ignore.end(), key) != ignore.end()) continue;
+      std::string text = at->is_string() ? at->get<std::string>() : fmt::format("{}={}", key, at->dump());
+      if (!text.empty()) name += (name.empty() ? "" : ", ") + text;
+    }
+    if (const auto timing = timing_of(row, path)) rows.push_back({name, *timing});
     for (const auto& [key, value] : row.items()) {
-      if (is_timing(value)) rows.push_back({fmt::format("{}, {}", name, key), timing_of(value, path)});
+      if (const auto timing = timing_of(value, path))
+        rows.push_back({fmt::format("{}, {}", name, key), *timing});
     }
   }
   if (rows.empty()) refuse(path, "no row has min_us and q3_us");
@@ -143,106 +194,74 @@ std::vector<TimedRow> read_runs(const std::string& joined, const std::vector<std
   return rows;
 }
 
-Json json_of(const std::string& row, const Timing& before, const Timing& after, const Comparison& c) {
-  Json json = {{"row", row},           {"verdict", name(c.verdict)},
-               {"time", name(c.time)}, {"cycles", c.has_cycles ? Json(name(c.cycles)) : Json(nullptr)},
-               {"why", c.why},         {"change", after.median_us / before.median_us - 1}};
-  for (const auto& [key, timing] : {std::pair("a", &before), std::pair("b", &after)}) {
-    json[key] = {{"n", timing->n},
-                 {"min_us", timing->min_us},
-                 {"median_us", timing->median_us},
-                 {"q3_us", timing->q3_us},
-                 {"sm_mhz", timing->sm_mhz > 0 ? Json(timing->sm_mhz) : Json(nullptr)}};
-  }
-  return json;
-}
-
-std::string interval(const Timing& timing) {
-  return fmt::format("{:.4g} to {:.4g}", timing.min_us, timing.q3_us);
-}
-
-// Compares the rows that both results have, each with the row of the same name and place among these.
-class ComparedRows {
+class Compare final : public Command {
  public:
-  void add(const std::string& row, const Timing& before, const Timing& after) {
-    const Comparison c = compare(before, after);
-    ++counts_[c.verdict];
-    table_.push_back({row, interval(before), interval(after),
-                      fmt::format("{:+.1f} %", 100 * (after.median_us / before.median_us - 1)),
-                      name(c.verdict) + (c.why.empty() ? "" : ": " + c.why)});
-    rows_.push_back(json_of(row, before, after, c));
+  explicit Compare(CLI::App& app)
+      : Command(
+            app, "compare",
+            "Whether each row of B is SAME, FASTER or SLOWER than in A, or UNSURE; exit code 1 if a row is "
+            "SLOWER") {
+    add("A", before_, "A result: --json of a measuring command; or several, A1,A2,..., from runs in turns")
+        ->type_name("FILE")
+        ->required();
+    add("B", after_, "The same of another build")->type_name("FILE")->required();
+    add_repeatable("--ignore", ignore_,
+                   "Match rows that differ in this field, such as device or size_bytes; repeatable");
+    add_files("Write the verdicts to FILE");
   }
-  int count(Verdict verdict) const {
-    const auto at = counts_.find(verdict);
-    return at == counts_.end() ? 0 : at->second;
-  }
-  const Json& rows() const { return rows_; }
-  void print() const {
-    fmt::print("{}\n{} rows:", table_text(table_, "", true), rows_.size());
-    for (Verdict verdict : {Verdict::same, Verdict::faster, Verdict::slower, Verdict::unsure}) {
-      fmt::print(" {} {}{}", count(verdict), name(verdict), verdict == Verdict::unsure ? "\n" : ",");
+
+  int run() override {
+    for (const std::string& key : ignore_) {
+      if (std::find(kIdentity.begin(), kIdentity.end(), key) == kIdentity.end())
+        throw BadInput(fmt::format("--ignore {}: not a field that identifies rows; use one of {}", key,
+                                   fmt::join(kIdentity, ", ")));
     }
+    open();
+    const std::vector<TimedRow> before = read_runs(before_, ignore_), after = read_runs(after_, ignore_);
+    std::multimap<std::string, const Timing*> open_rows;  // equal names stay in order
+    for (const TimedRow& row : after) open_rows.emplace(row.name, &row.timing);
+    std::vector<std::string> alone;
+    Table table = {{"row", "A, us", "B, us", "median", "verdict"}};
+    std::map<std::string, int> counts;
+    auto interval = [](const Timing& t) { return fmt::format("{:.4g} to {:.4g}", t.min_us, t.q3_us); };
+    for (const auto& [name, timing] : before) {
+      const auto at = open_rows.lower_bound(name);
+      if (at == open_rows.end() || at->first != name) {
+        alone.push_back(name);
+        continue;
+      }
+      const Json& row = rows_.emplace_back(compared(name, timing, *at->second));
+      const std::string verdict = row["verdict"], why = row["why"];
+      ++counts[verdict];
+      table.push_back({name, interval(timing), interval(*at->second),
+                       fmt::format("{:+.1f} %", 100 * row["change"].get<double>()),
+                       verdict + (why.empty() ? "" : ": " + why)});
+      open_rows.erase(at);
+    }
+    if (rows_.empty()) {
+      throw BadInput(
+          fmt::format("{} and {} have no row in common: the first has '{}', the second '{}'; see "
+                      "--ignore",
+                      before_, after_, before[0].name, after[0].name));
+    }
+    fmt::print("{}\n{} rows: {} SAME, {} FASTER, {} SLOWER, {} UNSURE\n", table_text(table, "", true),
+               rows_.size(), counts[kSame], counts[kFaster], counts[kSlower], counts[kUnsure]);
+    if (!alone.empty()) fmt::print("only in {}: {} rows, such as {}\n", before_, alone.size(), alone[0]);
+    if (!open_rows.empty())
+      fmt::print("only in {}: {} rows, such as {}\n", after_, open_rows.size(), open_rows.begin()->first);
+    write_files();
+    return counts[kSlower] > 0 ? 1 : 0;
   }
 
  private:
-  Table table_ = {{"row", "A, us", "B, us", "median", "verdict"}};
-  Json rows_ = Json::array();
-  std::map<Verdict, int> counts_;
+  std::string before_, after_;  // paths, separated by commas
+  std::vector<std::string> ignore_;
 };
-
-int run(const CompareOptions& o) {
-  for (const std::string& key : o.ignore) {
-    if (std::find(kIdentity.begin(), kIdentity.end(), key) == kIdentity.end())
-      throw BadInput(fmt::format("--ignore {}: not a field that identifies rows; use one of {}", key,
-                                 fmt::join(kIdentity, ", ")));
-  }
-  ResultFiles results(o.results);
-  const std::vector<TimedRow> before = read_runs(o.before, o.ignore), after = read_runs(o.after, o.ignore);
-  std::multimap<std::string, const Timing*> open;  // equal names stay in order
-  for (const TimedRow& row : after) open.emplace(row.name, &row.timing);
-  ComparedRows compared;
-  std::vector<std::string> alone;
-  for (const TimedRow& row : before) {
-    const auto at = open.lower_bound(row.name);
-    if (at == open.end() || at->first != row.name) {
-      alone.push_back(row.name);
-      continue;
-    }
-    compared.add(row.name, row.timing, *at->second);
-    open.erase(at);
-  }
-  if (compared.rows().empty()) {
-    throw BadInput(
-        fmt::format("{} and {} have no row in common: the first has '{}', the second '{}'; see "
-                    "--ignore",
-                    o.before, o.after, before[0].name, after[0].name));
-  }
-  compared.print();
-  if (!alone.empty()) fmt::print("only in {}: {} rows, such as {}\n", o.before, alone.size(), alone[0]);
-  if (!open.empty())
-    fmt::print("only in {}: {} rows, such as {}\n", o.after, open.size(), open.begin()->first);
-  results.write(compared.rows());
-  return compared.count(Verdict::slower) > 0 ? 1 : 0;
-}
 
 }  // namespace
 
-void add_compare(CLI::App& app, int& exit_code) {
-  auto o = std::make_shared<CompareOptions>();
-  CLI::App* command = app.add_subcommand(
-      "compare",
-      "Whether each row of B is SAME, FASTER or SLOWER than in A, or UNSURE; exit code 1 if a row is SLOWER");
-  const char* kinds[] = {"A result: --json of a measuring command; or several, A1,A2,..., from runs in turns",
-                         "The same of another build"};
-  command->add_option("A", o->before, kinds[0])->type_name("FILE")->required();
-  command->add_option("B", o->after, kinds[1])->type_name("FILE")->required();
-  command
-      ->add_option("--ignore", o->ignore,
-                   "Match rows that differ in this field, such as device or size_bytes; repeatable")
-      ->expected(1)
-      ->take_all();
-  add_result_files(*command, o->results, "Write the verdicts to FILE");
-  command->callback([o, &exit_code] { exit_code = run(*o); });
+std::unique_ptr<Command> make_compare(CLI::App& app) {
+  return std::make_unique<Compare>(app);
 }
 
 }  // namespace gradwire::bench

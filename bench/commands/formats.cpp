@@ -6,265 +6,397 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <nlohmann/json.hpp>
-#include <optional>
+#include <cstring>
+#include <filesystem>
+#include <limits>
+#include <numeric>
+#include <random>
 
-#include "bench/cases/collective_case.h"
 #include "bench/cases/kernel_cases.h"
-#include "bench/cases/test_rows.h"
-#include "bench/commands/main.h"
-#include "bench/harness/measure.h"
-#include "bench/harness/result_files.h"
+#include "bench/harness/command.h"
 #include "collectives/codec/codec.h"
 #include "runtime/util/error.h"
-#include "trainer/cli/flags.h"
+#include "trainer/checkpoint/safetensors.h"
 #include "trainer/log/summary.h"
 
 namespace gradwire::bench {
 namespace {
 
-using Json = nlohmann::ordered_json;
+namespace fs = std::filesystem;
 
-struct FormatsOptions {
-  bool list = false;
-  std::vector<std::string> specs;
-  std::string gradients;  // folder of gradients; if empty, random values
-  int64_t rows = 16, elements = 1 << 16;
-  int draws = 64;
-  uint64_t seed = 1;
-  uint64_t speed_bytes = 64 << 20;
-  std::string stop = StopRule{}.to_string();
-  ResultPaths results;
+struct Row {
+  std::string name;  // name of a tensor; "" for random values
+  std::vector<float> values;
+  double squared_norm = 0;
+
+  // Measured with one spec. error: squared error of an encode and decode / squared norm of the row. bias:
+  // norm of the mean error over many draws / norm of the row. by_chance: the expected bias of an unbiased
+  // format; 0 for round to nearest, whose draws are all equal. random: true if the draws differ.
+  double error = 0, bias = 0, by_chance = 0, bytes_per_element = 0;
+  bool random = false;
+
+  Row(std::string tensor, int64_t elements)
+      : name(std::move(tensor)), values(static_cast<size_t>(elements)) {}
+  void sum_squares() {
+    squared_norm = std::transform_reduce(values.begin(), values.end(), 0.0, std::plus<>(),
+                                         [](float v) { return static_cast<double>(v) * v; });
+  }
 };
 
-// Returns the options that a spec of the format may set, with their defaults.
-std::string options_of(Wire wire) {
-  std::vector<std::string> all;
-  if (const auto format = wire->copy()) {
-    for (const FormatOption& option : format->choices()) {
-      const std::string legal = option.words.empty() ? fmt::format("{}..{}", option.least, option.most)
-                                                     : fmt::to_string(fmt::join(option.words, "\\|"));
-      all.push_back(fmt::format("`{}={}` ({})", option.key, option.text(), legal));
-    }
+struct RowSet {
+  std::string name;  // "gaussian", "gradients", ...
+  std::vector<Row> rows = {};
+
+  // Measured with one spec: the statistics of `error` over the rows, standard_error NaN for a single row; the
+  // sum of squared errors / sum of squared norms; the bias of all rows combined; and the largest error.
+  double mean = 0, standard_error = 0, total = 0, bias = 0, by_chance = 0, bytes_per_element = 0, worst = 0;
+  bool random = false;
+};
+
+// Returns `rows` of `elements` values each. The same seed gives the same values.
+template <typename Draw>
+RowSet drawn(const char* name, int64_t rows, int64_t elements, uint64_t seed, Draw draw) {
+  RowSet set{.name = name};
+  for (int64_t r = 0; r < rows; ++r) {
+    std::mt19937_64 generator(seed * 1'000'003 + static_cast<uint64_t>(r));
+    Row& row = set.rows.emplace_back("", elements);
+    auto fresh = draw;  // use a copy for each row, because distributions store a spare value
+    for (float& v : row.values) v = fresh(generator);
+    row.sum_squares();
   }
-  if (wire->stochastic) {
-    all.push_back(fmt::format("`round={}` (nearest\\|stochastic)",
-                              wire->rounding == Rounding::nearest ? "nearest" : "stochastic"));
-  }
-  return fmt::to_string(fmt::join(all, ", "));
+  return set;
 }
 
+std::vector<std::string> safetensors_files(const std::string& directory) {
+  std::error_code error;
+  auto refuse = [&](const std::string& why) {
+    throw BadInput(fmt::format("--gradients {}: {}", directory, why));
+  };
+  if (!fs::is_directory(directory, error))
+    refuse(fs::exists(directory, error) ? "not a folder" : "no such folder");
+  std::vector<std::string> paths;
+  for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error)) {
+    if (it->path().extension() == ".safetensors") paths.push_back(it->path().string());
+  }
+  if (error) refuse(error.message());
+  if (paths.empty()) {
+    refuse(
+        fmt::format("no *.safetensors in it; gradwire train --dump-gradients STEP:{} writes one", directory));
+  }
+  std::sort(paths.begin(), paths.end());
+  return paths;
+}
+
+// Returns the tensors of all *.safetensors files in a folder, such as the output of gradwire train
+// --dump-gradients. Omits empty and all-zero tensors, which have no relative error. Throws BadInput, which
+// names the file, if a tensor is not F32 and finite, or if no tensor remains.
+RowSet gradient_rows(const std::string& directory) {
+  RowSet set{.name = "gradients"};
+  const std::vector<std::string> paths = safetensors_files(directory);
+  for (const std::string& path : paths) {
+    const SafetensorsReader file(path);
+    file.verify(false);
+    const std::string prefix = paths.size() == 1 ? "" : fs::path(path).stem().string() + ":";
+    for (const SafetensorsReader::Tensor& tensor : file.tensors()) {
+      Row row(prefix + tensor.name, tensor.elements);
+      file.read(tensor, 0, row.values);
+      row.sum_squares();
+      if (!std::isfinite(row.squared_norm)) {
+        throw BadInput(
+            fmt::format("{}: '{}' has values that are not finite; dump a step in which the loss is",
+                        file.path(), tensor.name));
+      }
+      if (row.squared_norm > 0) set.rows.push_back(std::move(row));
+    }
+  }
+  if (set.rows.empty()) {
+    throw BadInput(fmt::format(
+        "--gradients {}: the tensors are empty or all values are zero; dump a later step", directory));
+  }
+  return set;
+}
+
+// Measures the error of a row, on the host. `draws`, at least 2: number of encodes for formats that round
+// stochastically. Each draw uses a different step.
+void measure_row(const CompressionSpec& spec, Row& row, int draws, uint64_t seed) {
+  const auto count = static_cast<int64_t>(row.values.size());
+  const Stream stream = Stream::immediate_host();
+  const Buffer wire(Device::host(), static_cast<size_t>(spec.wire->bytes(count)));
+  std::vector<float> decoded = row.values;
+  std::vector<double> sums(row.values.size());
+  double squares = 0;
+  auto draw = [&](uint64_t step) {
+    if (spec.wire->exact) return;
+    spec.wire->reduce_encode(stream, {.own = row.values.data(),
+                                      .wire = wire.data(),
+                                      .count = count,
+                                      .rounding = {.mode = spec.rounding, .seed = seed, .step = &step}});
+    spec.wire->decode(stream, {.wire = wire.data(), .out = decoded.data(), .count = count});
+  };
+  auto add_errors = [&] {
+    double added = 0;
+    for (size_t i = 0; i < sums.size(); ++i) {
+      const double error = static_cast<double>(decoded[i]) - row.values[i];
+      sums[i] += error;
+      added += error * error;
+    }
+    squares += added;
+  };
+  draw(0);
+  add_errors();
+  row.error = squares / row.squared_norm;
+  row.bias = std::sqrt(row.error);
+  row.by_chance = 0;
+  row.bytes_per_element = static_cast<double>(spec.wire->bytes(count)) / static_cast<double>(count);
+  const std::vector<float> first = decoded;
+  draw(1);
+  row.random = std::memcmp(first.data(), decoded.data(), first.size() * sizeof(float)) != 0;
+  if (!row.random) return;
+  add_errors();
+  for (int k = 2; k < draws; ++k) {
+    draw(static_cast<uint64_t>(k));
+    add_errors();
+  }
+  double of_mean = 0;
+  for (double sum : sums) of_mean += sum * sum / draws / draws;
+  // E |mean error|^2 = |bias|^2 + variance / draws. `noise` is an unbiased estimate of the second term.
+  const double noise = std::max(0.0, squares / draws - of_mean) / (draws - 1);
+  row.bias = std::sqrt(of_mean / row.squared_norm);
+  row.by_chance = std::sqrt(noise / row.squared_norm);
+}
+
+void measure_set(const CompressionSpec& spec, RowSet& set, int draws, uint64_t seed) {
+  const auto rows = static_cast<double>(set.rows.size());
+  double norms = 0, elements = 0, bias = 0, by_chance = 0, spread = 0;
+  set.mean = set.total = set.bytes_per_element = set.worst = 0;
+  set.random = false;
+  for (Row& row : set.rows) {
+    measure_row(spec, row, draws, seed);
+    const auto count = static_cast<double>(row.values.size());
+    norms += row.squared_norm;
+    elements += count;
+    set.mean += row.error / rows;
+    set.total += row.error * row.squared_norm;
+    bias += row.bias * row.bias * row.squared_norm;
+    by_chance += row.by_chance * row.by_chance * row.squared_norm;
+    set.random = set.random || row.random;
+    set.bytes_per_element += row.bytes_per_element * count;
+    set.worst = std::max(set.worst, row.error);
+  }
+  set.total /= norms;
+  set.bias = std::sqrt(bias / norms);
+  set.by_chance = std::sqrt(by_chance / norms);
+  set.bytes_per_element /= elements;
+  for (const Row& row : set.rows) spread += (row.error - set.mean) * (row.error - set.mean);
+  set.standard_error =
+      rows < 2 ? std::numeric_limits<double>::quiet_NaN() : std::sqrt(spread / (rows - 1) / rows);
+}
+
+// Prints the table of docs/formats.md, with the options that a spec of each format may set.
 void list_formats() {
-  fmt::print("| format | bytes per element | error | on the wire | options and their defaults | source |\n");
-  fmt::print("|---|---|---|---|---|---|\n");
+  fmt::print(
+      "| format | bytes per element | error | on the wire | options and their defaults | source |\n"
+      "|---|---|---|---|---|---|\n");
   for (Wire wire : wire_formats()) {
+    std::vector<std::string> options;
+    if (const auto format = wire->copy()) {
+      for (const FormatOption& option : format->choices()) {
+        options.push_back(fmt::format("`{}={}` ({})", option.key, option.text(),
+                                      option.words.empty() ? fmt::format("{}..{}", option.least, option.most)
+                                                           : fmt::to_string(fmt::join(option.words, "\\|"))));
+      }
+    }
+    if (wire->stochastic) {
+      options.push_back(fmt::format("`round={}` (nearest\\|stochastic)",
+                                    wire->rounding == Rounding::nearest ? "nearest" : "stochastic"));
+    }
     fmt::print("| `{}` | {:.4g} | {} | {} | {} | {} |\n", wire->name, wire->bytes_per_value(),
                wire->exact ? "0" : fmt::format("{:.2g}", wire->gaussian_error), wire->summary,
-               options_of(wire), wire->source);
+               fmt::join(options, ", "), wire->source);
   }
-}
-
-std::vector<CompressionSpec> formats_to_measure(const FormatsOptions& o) {
-  std::vector<CompressionSpec> all;
-  for (const std::string& text : o.specs.empty() ? format_specs() : o.specs) {
-    all.push_back(CompressionSpec::parse(text));
-    if (all.back().method != CompressionSpec::Method::wire) {
-      throw BadInput(
-          fmt::format("--spec {}: not a wire format; gradwire-bench hook measures its speed, gradwire "
-                      "compare its accuracy",
-                      text));
-    }
-  }
-  return all;
-}
-
-// The bytes that an op reads and writes per second, relative to a copy in the same run.
-struct OpSpeed {
-  Timing timing;
-  double copy_fraction = 0, copy_gbps = 0;
-};
-
-struct FormatSpeed {
-  std::optional<OpSpeed> encode, decode;  // empty for an exact format, which is not encoded
-};
-
-OpSpeed speed_of(const Problem& problem, DeviceUnderTest& device) {
-  const TimingWithCopy timed =
-      device.time_with_copy(problem.launch, static_cast<int64_t>(problem.bytes), true);
-  return {timed.work, problem.bytes / timed.work.median_us / 1e3 / timed.copy_gbps, timed.copy_gbps};
-}
-
-FormatSpeed speed_of(const CompressionSpec& spec, DeviceUnderTest& device, Arena& arena, int64_t size) {
-  FormatSpeed speed;
-  if (spec.wire->exact) return speed;
-  arena.reset();
-  speed.encode = speed_of(reduce_encode_problem(spec.wire, arena, size, 0, true, spec.rounding), device);
-  arena.reset();
-  speed.decode = speed_of(decode_problem(spec.wire, arena, size), device);
-  return speed;
-}
-
-Json error_json(const RowSet& set, const RowSetError& e, int draws) {
-  Json json{{"data", set.name},
-            {"rows", set.rows.size()},
-            {"bytes_per_element", e.bytes_per_element},
-            {"error", e.mean},
-            {"error_stderr", e.standard_error},
-            {"total_error", e.total},
-            {"bias", e.bias},
-            {"bias_by_chance", e.random ? Json(e.by_chance) : Json(nullptr)},
-            {"draws", e.random ? draws : 1}};
-  if (set.rows.front().name.empty()) return json;
-  for (size_t i = 0; i < set.rows.size(); ++i) {
-    json["tensors"].push_back({{"name", set.rows[i].name},
-                               {"elements", set.rows[i].values.size()},
-                               {"bytes_per_element", e.rows[i].bytes_per_element},
-                               {"error", e.rows[i].error},
-                               {"bias", e.rows[i].bias}});
-  }
-  return json;
 }
 
 std::string figure(double value) {
   return value == 0 ? "0" : fmt::format("{:.2e}", value);
 }
 
-std::string mean_text(const RowSetError& e) {
-  if (e.mean == 0) return "0";
-  return figure(e.mean) +
-         (std::isnan(e.standard_error) ? "" : fmt::format(" +-{:.1f} %", 100 * e.standard_error / e.mean));
+std::string mean_text(const RowSet& e) {
+  if (e.mean == 0 || std::isnan(e.standard_error)) return figure(e.mean);
+  return fmt::format("{} +-{:.1f} %", figure(e.mean), 100 * e.standard_error / e.mean);
 }
 
-std::vector<std::string> heading(const std::vector<RowSet>& sets) {
-  std::vector<std::string> cells{"spec", "B/element"};
-  if (!sets[0].rows[0].name.empty()) {
-    cells.insert(cells.end(), {"all together", "mean of tensors", "worst"});
-  } else {
-    for (const RowSet& set : sets) cells.push_back(set.name);
+class Formats final : public Command {
+ public:
+  explicit Formats(CLI::App& app)
+      : Command(app, "formats",
+                "Bytes, error, bias and host speed of each wire format, on random values or real gradients") {
+    CLI::Option* list = add("--list", list_, "Print the table of docs/formats.md and exit");
+    add_repeatable("--spec", specs_, "Only these; repeatable (default: every format)");
+    CLI::Option* gradients =
+        add("--gradients", gradients_,
+            "Take the tensors of this folder's *.safetensors instead of random values; gradwire train "
+            "--dump-gradients STEP:DIR writes them");
+    // CLI11 would list the excluded options in the order of their addresses.
+    gradients->type_name("DIR")->option_text("DIR Excludes: --rows --elements");
+    add("--rows", row_count_, "Rows of random values", CLI::Range(1, 1 << 20))->excludes(gradients);
+    add("--elements", elements_, "Values per row", CLI::Range(1, 1 << 28))->excludes(gradients);
+    add("--draws", draws_, "Encodings of each row by formats that round stochastically",
+        CLI::Range(2, 1 << 20));
+    add("--seed", seed_, "Seed of values and rounding", CLI::NonNegativeNumber);
+    add_size("--size", speed_bytes_, "Bytes of the gradient whose encoding and decoding is timed", 64,
+             uint64_t{1} << 34);
+    add_stop();
+    add_files("Write all figures to FILE, for gradients of each tensor")->excludes(list);
   }
-  cells.insert(cells.end(), {"bias", "by chance", "encode", "decode"});
-  return cells;
-}
 
-// Returns the spec's line of the table. Shows only the bias of the first set.
-std::vector<std::string> line_of(const CompressionSpec& spec, const std::vector<RowSet>& sets,
-                                 const std::vector<RowSetError>& errors, const FormatSpeed& speed) {
-  const RowSetError& first = errors[0];
-  std::vector<std::string> cells{spec.to_string(), fmt::format("{:.4g}", first.bytes_per_element)};
-  if (!sets[0].rows[0].name.empty()) {
-    cells.insert(cells.end(), {figure(first.total), mean_text(first), figure(first.rows[first.worst].error)});
-  } else {
-    for (const RowSetError& e : errors) cells.push_back(mean_text(e));
-  }
-  auto percent = [](const std::optional<OpSpeed>& speed) {
-    return speed ? fmt::format("{:.0f} %", 100 * speed->copy_fraction) : "-";
-  };
-  cells.insert(cells.end(), {figure(first.bias), first.random ? figure(first.by_chance) : "-",
-                             percent(speed.encode), percent(speed.decode)});
-  return cells;
-}
-
-void say_values(const FormatsOptions& o, const std::vector<RowSet>& sets) {
-  if (o.gradients.empty()) {
-    fmt::print("{} rows of {} values each, seed {}. ", o.rows, o.elements, o.seed);
-  } else {
-    fmt::print("{} tensors of {} that are not zero. ", sets[0].rows.size(), o.gradients);
-  }
-  fmt::print(
-      "Errors: squared, over the squared norm, of one encode and decode; mean over\n"
-      "rows with its standard error. Bias: norm of the mean error of {} draws over the norm ({}); by chance: "
-      "the\n"
-      "bias of an unbiased rounding. Encode with residual, decode: bytes per second on the host, as a share "
-      "of "
-      "copying.\n\n",
-      o.draws, sets[0].name);
-  std::fflush(stdout);
-}
-
-void measure_formats(const FormatsOptions& o) {
-  const StopRule stop = StopRule::parse(o.stop);
-  ResultFiles results(o.results);
-  const std::vector<CompressionSpec> specs = formats_to_measure(o);
-  std::vector<RowSet> sets;
-  if (o.gradients.empty()) {
-    sets = random_rows(o.rows, o.elements, o.seed);
-  } else {
-    sets.push_back(gradient_rows(o.gradients));
-  }
-  say_values(o, sets);
-  DeviceUnderTest device(Device::host(), stop);
-  const auto size = static_cast<int64_t>(o.speed_bytes);
-  Arena arena(device.stream(), kArenaPerSize * size + (int64_t{16} << 20));
-  Json document = Json::array();
-  Table table{heading(sets)};
-  const bool terminal = isatty(STDERR_FILENO) == 1;  // show progress
-  for (size_t i = 0; i < specs.size(); ++i) {
-    if (terminal) fmt::print(stderr, "\r\033[K[{}/{}] {}", i + 1, specs.size(), specs[i].to_string());
-    std::vector<RowSetError> errors;
-    Json on = Json::array();
-    for (const RowSet& set : sets) {
-      errors.push_back(round_trip_error(specs[i], set, o.draws, o.seed));
-      on.push_back(error_json(set, errors.back(), o.draws));
+  int run() override {
+    if (list_) {
+      list_formats();
+      return 0;
     }
-    const FormatSpeed speed = speed_of(specs[i], device, arena, size);
-    table.push_back(line_of(specs[i], sets, errors, speed));
-    auto fraction = [](const auto& op) { return op ? Json(op->copy_fraction) : Json(nullptr); };
-    auto times = [&](const auto& op) {
-      return op ? timing_json(op->timing, stop.to_string()) : Json(nullptr);
-    };
-    document.push_back({{"spec", specs[i].to_string()},
-                        {"bytes_per_element", specs[i].wire->bytes_per_value()},
-                        {"stated_error", specs[i].wire->gaussian_error},
-                        {"on", std::move(on)},
-                        {"device", device.description()},
-                        {"speed_bytes", size},
-                        {"encode_copy_fraction", fraction(speed.encode)},
-                        {"decode_copy_fraction", fraction(speed.decode)},
-                        {"copy_gbps", speed.decode ? Json(speed.decode->copy_gbps) : Json(nullptr)},
-                        {"encode", times(speed.encode)},
-                        {"decode", times(speed.decode)}});
+    open();
+    std::vector<CompressionSpec> specs;
+    for (const std::string& text : specs_.empty() ? format_specs() : specs_) {
+      specs.push_back(CompressionSpec::parse(text));
+      if (specs.back().method != CompressionSpec::Method::wire) {
+        throw BadInput(
+            fmt::format("--spec {}: not a wire format; gradwire-bench hook measures its speed, gradwire "
+                        "compare its accuracy",
+                        text));
+      }
+    }
+    prepare_sets();
+    DeviceUnderTest device(Device::host(), stop_);
+    Arena arena(device.stream, kArenaPerSize * static_cast<int64_t>(speed_bytes_) + (int64_t{16} << 20));
+    const bool terminal = isatty(STDERR_FILENO) == 1;  // show progress
+    for (size_t i = 0; i < specs.size(); ++i) {
+      if (terminal) fmt::print(stderr, "\r\033[K[{}/{}] {}", i + 1, specs.size(), specs[i].to_string());
+      measure(specs[i], device, arena);
+    }
+    if (terminal) fmt::print(stderr, "\r\033[K");
+    fmt::print("{}", table_text(table_, "", true));
+    write_files();
+    return 0;
   }
-  if (terminal) fmt::print(stderr, "\r\033[K");
-  fmt::print("{}", table_text(table, "", true));
-  results.write(document);
-}
+
+ private:
+  // Fills sets_ and the heading of the table, and prints the units.
+  void prepare_sets() {
+    table_ = {{"spec", "B/element"}};
+    if (gradients_.empty()) {
+      // Increasingly heavy tails. Log-normal: the exponential of a standard normal value, with a random sign.
+      auto log_normal = [normal = std::normal_distribution<float>()](std::mt19937_64& generator) mutable {
+        const float magnitude = std::exp(normal(generator));
+        return (generator() >> 63) != 0 ? -magnitude : magnitude;
+      };
+      sets_ = {drawn("gaussian", row_count_, elements_, seed_, std::normal_distribution<float>()),
+               drawn("student-t3", row_count_, elements_, seed_, std::student_t_distribution<float>(3)),
+               drawn("log-normal", row_count_, elements_, seed_, log_normal)};
+      for (const RowSet& set : sets_) table_[0].push_back(set.name);
+      fmt::print("{} rows of {} values each, seed {}. ", row_count_, elements_, seed_);
+    } else {
+      sets_.push_back(gradient_rows(gradients_));
+      table_[0].insert(table_[0].end(), {"all together", "mean of tensors", "worst"});
+      fmt::print("{} tensors of {} that are not zero. ", sets_[0].rows.size(), gradients_);
+    }
+    table_[0].insert(table_[0].end(), {"bias", "by chance", "encode", "decode"});
+    fmt::print(
+        "Errors: squared, over the squared norm, of one encode and decode; mean over\n"
+        "rows with its standard error. Bias: norm of the mean error of {} draws over the norm ({}); by "
+        "chance: the\n"
+        "bias of an unbiased rounding. Encode with residual, decode: bytes per second on the host, as a "
+        "share "
+        "of copying.\n\n",
+        draws_, sets_[0].name);
+    std::fflush(stdout);
+  }
+
+  // Adds a spec's row. The text shows only the bias of the first set.
+  void measure(const CompressionSpec& spec, DeviceUnderTest& device, Arena& arena) {
+    Json on = Json::array();
+    for (RowSet& set : sets_) {
+      measure_set(spec, set, draws_, seed_);
+      on.push_back(error_json(set));
+    }
+    const auto size = static_cast<int64_t>(speed_bytes_);
+    Json row = {{"spec", spec.to_string()},
+                {"bytes_per_element", spec.wire->bytes_per_value()},
+                {"stated_error", spec.wire->gaussian_error},
+                {"on", std::move(on)},
+                {"device", device.description},
+                {"speed_bytes", size},
+                {"encode_copy_fraction", nullptr},
+                {"decode_copy_fraction", nullptr},
+                {"copy_gbps", nullptr},
+                {"encode", nullptr},
+                {"decode", nullptr}};
+    const RowSet& first = sets_[0];
+    std::vector<std::string> cells{spec.to_string(), fmt::format("{:.4g}", first.bytes_per_element)};
+    if (gradients_.empty()) {
+      for (const RowSet& set : sets_) cells.push_back(mean_text(set));
+    } else {
+      cells.insert(cells.end(), {figure(first.total), mean_text(first), figure(first.worst)});
+    }
+    cells.insert(cells.end(), {figure(first.bias), first.random ? figure(first.by_chance) : "-"});
+    for (const std::string op : {"encode", "decode"}) {
+      if (spec.wire->exact) {  // not encoded
+        cells.emplace_back("-");
+        continue;
+      }
+      arena.reset();
+      const Problem problem = op == "encode"
+                                  ? reduce_encode_problem(spec.wire, arena, size, 0, true, spec.rounding)
+                                  : decode_problem(spec.wire, arena, size);
+      const auto [timing, copy_gbps] =
+          device.time_with_copy(problem.launch, static_cast<int64_t>(problem.bytes), true);
+      const double fraction = problem.bytes / timing.median_us / 1e3 / copy_gbps;
+      row[op + "_copy_fraction"] = fraction;
+      row["copy_gbps"] = copy_gbps;
+      row[op] = timing_json(timing);
+      cells.push_back(fmt::format("{:.0f} %", 100 * fraction));
+    }
+    table_.push_back(std::move(cells));
+    rows_.push_back(std::move(row));
+  }
+
+  Json error_json(const RowSet& set) const {
+    Json json{{"data", set.name},
+              {"rows", set.rows.size()},
+              {"bytes_per_element", set.bytes_per_element},
+              {"error", set.mean},
+              {"error_stderr", set.standard_error},
+              {"total_error", set.total},
+              {"bias", set.bias},
+              {"bias_by_chance", set.random ? Json(set.by_chance) : Json(nullptr)},
+              {"draws", set.random ? draws_ : 1}};
+    for (const Row& row : set.rows) {
+      if (gradients_.empty()) break;
+      json["tensors"].push_back({{"name", row.name},
+                                 {"elements", row.values.size()},
+                                 {"bytes_per_element", row.bytes_per_element},
+                                 {"error", row.error},
+                                 {"bias", row.bias}});
+    }
+    return json;
+  }
+
+  bool list_ = false;
+  std::vector<std::string> specs_;
+  std::string gradients_;  // folder of gradients; if empty, random values
+  int64_t row_count_ = 16, elements_ = 1 << 16;
+  int draws_ = 64;
+  uint64_t seed_ = 1, speed_bytes_ = 64 << 20;
+  std::vector<RowSet> sets_;
+  Table table_;
+};
 
 }  // namespace
 
-void add_formats(CLI::App& app, int&) {
-  auto o = std::make_shared<FormatsOptions>();
-  CLI::App* command = app.add_subcommand(
-      "formats", "Bytes, error, bias and host speed of each wire format, on random values or real gradients");
-  CLI::Option* list = command->add_flag("--list", o->list, "Print the table of docs/formats.md and exit");
-  command->add_option("--spec", o->specs, "Only these; repeatable (default: every format)")
-      ->expected(1)
-      ->take_all();
-  CLI::Option* gradients = command->add_option(
-      "--gradients", o->gradients,
-      "Take the tensors of this folder's *.safetensors instead of random values; gradwire train "
-      "--dump-gradients STEP:DIR writes them");
-  gradients->type_name("DIR");
-  command->add_option("--rows", o->rows, "Rows of random values")
-      ->check(CLI::Range(1, 1 << 20))
-      ->excludes(gradients);
-  command->add_option("--elements", o->elements, "Values per row")
-      ->check(CLI::Range(1, 1 << 28))
-      ->excludes(gradients);
-  command->add_option("--draws", o->draws, "Encodings of each row by formats that round stochastically")
-      ->check(CLI::Range(2, 1 << 20));
-  command->add_option("--seed", o->seed, "Seed of values and rounding")->check(CLI::NonNegativeNumber);
-  command->add_option("--size", o->speed_bytes, "Bytes of the gradient whose encoding and decoding is timed")
-      ->transform(size_value(false))
-      ->check(CLI::Range(uint64_t{64}, uint64_t{1} << 34));
-  add_stop(*command, o->stop);
-  add_result_files(*command, o->results, "Write all figures to FILE, for gradients of each tensor")
-      ->excludes(list);
-  command->callback([o] {
-    if (o->list) return list_formats();
-    measure_formats(*o);
-  });
+std::unique_ptr<Command> make_formats(CLI::App& app) {
+  return std::make_unique<Formats>(app);
 }
 
 }  // namespace gradwire::bench

@@ -1,13 +1,17 @@
+#include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <memory>
 #include <string>
+#include <vector>
 
-#include "bench/commands/main.h"
+#include "bench/harness/command.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "runtime/util/parse.h"
 #include "runtime/util/signals.h"
+#include "trainer/cli/flags.h"
 
 namespace {
 
@@ -31,19 +35,18 @@ int main(int argc, char** argv) {
   CLI::App app{"Measures and proves Gradwire's parts.", "gradwire-bench"};
   app.set_version_flag("--version", "gradwire-bench " GRADWIRE_VERSION);
   app.require_subcommand(1);
-  int exit_code = 0;
   try {
-    gradwire::bench::add_collectives(app, exit_code);
-    gradwire::bench::add_compare(app, exit_code);
-    gradwire::bench::add_formats(app, exit_code);
-    gradwire::bench::add_hook(app, exit_code);
-    gradwire::bench::add_kernels(app, exit_code);
-    gradwire::bench::add_numerics(app, exit_code);
-    gradwire::bench::add_orthonormalize(app, exit_code);
-    gradwire::bench::add_schedules(app, exit_code);
-    gradwire::bench::add_step(app, exit_code);
+    using namespace gradwire::bench;
+    std::vector<std::unique_ptr<Command>> commands;
+    for (auto make : {make_collectives, make_compare, make_formats, make_hook, make_kernels, make_numerics,
+                      make_orthonormalize, make_schedules, make_step}) {
+      commands.push_back(make(app));
+    }
     gradwire::check_paths(app);
     app.parse(argc, argv);
+    const auto chosen =
+        std::find_if(commands.begin(), commands.end(), [](const auto& c) { return c->chosen(); });
+    const int exit_code = (*chosen)->run();
     if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
       return fail("standard output could not be written: its disk is full, or its reader is gone", kFailed);
     }

@@ -8,12 +8,8 @@
 #include <fmt/format.h>
 
 #include <chrono>
-#include <cstdio>
-#include <nlohmann/json.hpp>
 
-#include "bench/commands/main.h"
-#include "bench/harness/measure.h"
-#include "bench/harness/result_files.h"
+#include "bench/harness/command.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/reducer.h"
 #include "runtime/device/graph.h"
@@ -27,13 +23,6 @@ namespace gradwire::bench {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-struct StepOptions {
-  std::string model = "vit_tiny", device = "auto", stop = "20s";
-  ResultPaths results;
-  std::vector<std::string> compression;
-  int64_t batch_size = 32;
-};
 
 class TrainingStep {
  public:
@@ -109,108 +98,102 @@ class TrainingStep {
   Graph graph_;
 };
 
-struct Result {
-  int rounds = 0;
-  Timing times[3];  // of a step in each way
-  double reducer_ratio = 0, graph_ratio = 0;
+class StepCommand final : public Command {
+ public:
+  explicit StepCommand(CLI::App& app)
+      : Command(app, "step",
+                "A training step in a world of 1: through the reducer, with the reducer bypassed, and as a "
+                "graph") {
+    stop_text_ = "20s";
+    config_.batch_size = 32;
+    add("--model", model_, "A model of `gradwire train`")->capture_default_str();
+    add_device()->capture_default_str();
+    add("--batch-size", config_.batch_size, "Images per step", CLI::Range(int64_t{1}, int64_t{1} << 20))
+        ->capture_default_str();
+    add_repeatable("--compression", specs_, "Compression spec; repeatable (default: fp32, powersgd:rank=4)");
+    add_stop();
+    add_files();
+    columns_ = {{"model", "model", -10},
+                {"device", "device", -8},
+                {"compression", "spec", -24},
+                {"rounds", "rounds", 7},
+                {"reducer ms", "reducer_ms", 12, 3},
+                {"bypassed ms", "bypassed_ms", 12, 3},
+                {"graph ms", "graph_ms", 12, 3},
+                {"reducer", "reducer_ratio", 9, 4, "x"},
+                {"graph", "graph_ratio", 9, 4, "x"}};
+  }
+
+  int run() override {
+    config_.model = named_model(model_);
+    open();
+    if (specs_.empty()) specs_ = {"fp32", "powersgd:rank=4"};
+    print_heading();
+    for (const Device device : devices_for(device_)) {
+      for (const std::string& spec : specs_) {
+        config_.compression = CompressionSpec::parse(spec);
+        auto comm = Communicator::create_single(device);
+        TrainingStep step(config_, *comm);
+        add_row(measure(step, device), {{"spec", spec}});
+      }
+    }
+    write_files();
+    return 0;
+  }
+
+ private:
+  // Runs rounds until --stop ends the measurement of the steps through the reducer. Each round has two steps.
+  Json measure(TrainingStep& step, Device device) const {
+    SmClock sm_clock(device);
+    Samples samples[3];
+    std::vector<double> reducer_ratios, graph_ratios;
+    const auto start = Clock::now();
+    int rounds = 0;
+    auto done = [&] {
+      const double elapsed_s = std::chrono::duration<double>(Clock::now() - start).count();
+      return samples[TrainingStep::reduced].done(stop_, elapsed_s);
+    };
+    for (bool warm = false; !done() || rounds < StopRule::kLeastSamples; warm = true) {
+      double sums[3] = {};
+      for (TrainingStep::Way way : {TrainingStep::reduced, TrainingStep::bypassed, TrainingStep::graphed,
+                                    TrainingStep::graphed, TrainingStep::bypassed, TrainingStep::reduced}) {
+        const double taken = step.run_ms(way);
+        sums[way] += taken;
+        if (warm) samples[way].add(taken * 1e3);
+      }
+      sm_clock.sample();
+      if (!warm) continue;
+      ++rounds;
+      reducer_ratios.push_back(sums[TrainingStep::reduced] / sums[TrainingStep::bypassed]);
+      graph_ratios.push_back(sums[TrainingStep::graphed] / sums[TrainingStep::reduced]);
+    }
+    Timing times[3];
+    for (int way = 0; way < 3; ++way) times[way] = samples[way].timing();
+    sm_clock.report(times[TrainingStep::reduced]);
+    return {{"model", model_},
+            {"device", device.name()},
+            {"batch_size", config_.batch_size},
+            {"compression", config_.compression.to_string()},
+            {"rounds", rounds},
+            {"reducer_ms", times[TrainingStep::reduced].median_us / 1e3},
+            {"bypassed_ms", times[TrainingStep::bypassed].median_us / 1e3},
+            {"graph_ms", times[TrainingStep::graphed].median_us / 1e3},
+            {"reducer_ratio", summarize(reducer_ratios).median_us},
+            {"graph_ratio", summarize(graph_ratios).median_us},
+            {"reducer", timing_json(times[TrainingStep::reduced])},
+            {"bypassed", timing_json(times[TrainingStep::bypassed])},
+            {"graph", timing_json(times[TrainingStep::graphed])}};
+  }
+
+  std::string model_ = "vit_tiny";
+  std::vector<std::string> specs_;
+  TrainConfig config_;
 };
-
-double median(const std::vector<double>& values) {
-  return summarize(values).median_us;
-}
-
-// Runs rounds until `stop` ends the measurement of the steps through the reducer. Each round has two steps.
-Result measure(TrainingStep& step, const StopRule& stop, SmClock& sm_clock) {
-  Samples samples[3];
-  std::vector<double> reducer_ratios, graph_ratios;
-  const auto start = Clock::now();
-  auto done = [&] {
-    const double elapsed_s = std::chrono::duration<double>(Clock::now() - start).count();
-    return samples[TrainingStep::reduced].done(stop, elapsed_s);
-  };
-  Result result;
-  for (bool warm = false; !done() || result.rounds < StopRule::kLeastSamples; warm = true) {
-    double sums[3] = {};
-    for (TrainingStep::Way way : {TrainingStep::reduced, TrainingStep::bypassed, TrainingStep::graphed,
-                                  TrainingStep::graphed, TrainingStep::bypassed, TrainingStep::reduced}) {
-      const double taken = step.run_ms(way);
-      sums[way] += taken;
-      if (warm) samples[way].add(taken * 1e3);
-    }
-    sm_clock.sample();
-    if (!warm) continue;
-    ++result.rounds;
-    reducer_ratios.push_back(sums[TrainingStep::reduced] / sums[TrainingStep::bypassed]);
-    graph_ratios.push_back(sums[TrainingStep::graphed] / sums[TrainingStep::reduced]);
-  }
-  for (int way = 0; way < 3; ++way) result.times[way] = samples[way].timing();
-  sm_clock.report(result.times[TrainingStep::reduced]);
-  result.reducer_ratio = median(reducer_ratios);
-  result.graph_ratio = median(graph_ratios);
-  return result;
-}
-
-void run(const StepOptions& options) {
-  TrainConfig config;
-  config.model = named_model(options.model);
-  config.batch_size = options.batch_size;
-  const StopRule stop = StopRule::parse(options.stop);
-  ResultFiles results(options.results);
-  std::vector<std::string> specs = options.compression;
-  if (specs.empty()) specs = {"fp32", "powersgd:rank=4"};
-  nlohmann::ordered_json document = nlohmann::ordered_json::array();
-  fmt::print("{:<10} {:<8} {:<24} {:>7} {:>12} {:>12} {:>12} {:>9} {:>9}\n", "model", "device", "compression",
-             "rounds", "reducer ms", "bypassed ms", "graph ms", "reducer", "graph");
-  for (const Device device : devices_for(options.device)) {
-    for (const std::string& spec : specs) {
-      config.compression = CompressionSpec::parse(spec);
-      auto comm = Communicator::create_single(device);
-      TrainingStep step(config, *comm);
-      SmClock sm_clock(device);
-      const Result r = measure(step, stop, sm_clock);
-      auto ms = [&](TrainingStep::Way way) { return r.times[way].median_us / 1e3; };
-      fmt::print("{:<10} {:<8} {:<24} {:>7} {:>12.3f} {:>12.3f} {:>12.3f} {:>8.4f}x {:>8.4f}x\n",
-                 options.model, device.name(), spec, r.rounds, ms(TrainingStep::reduced),
-                 ms(TrainingStep::bypassed), ms(TrainingStep::graphed), r.reducer_ratio, r.graph_ratio);
-      std::fflush(stdout);
-      document.push_back({{"model", options.model},
-                          {"device", device.name()},
-                          {"batch_size", options.batch_size},
-                          {"compression", config.compression.to_string()},
-                          {"rounds", r.rounds},
-                          {"reducer_ms", ms(TrainingStep::reduced)},
-                          {"bypassed_ms", ms(TrainingStep::bypassed)},
-                          {"graph_ms", ms(TrainingStep::graphed)},
-                          {"reducer_ratio", r.reducer_ratio},
-                          {"graph_ratio", r.graph_ratio},
-                          {"reducer", timing_json(r.times[TrainingStep::reduced], stop.to_string())},
-                          {"bypassed", timing_json(r.times[TrainingStep::bypassed], stop.to_string())},
-                          {"graph", timing_json(r.times[TrainingStep::graphed], stop.to_string())}});
-    }
-  }
-  results.write(document);
-}
 
 }  // namespace
 
-void add_step(CLI::App& app, int&) {
-  auto options = std::make_shared<StepOptions>();
-  CLI::App* command = app.add_subcommand(
-      "step",
-      "A training step in a world of 1: through the reducer, with the reducer bypassed, and as a graph");
-  command->add_option("--model", options->model, "A model of `gradwire train`")->capture_default_str();
-  add_device(*command, options->device)->capture_default_str();
-  command->add_option("--batch-size", options->batch_size, "Images per step")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
-      ->capture_default_str();
-  command
-      ->add_option("--compression", options->compression,
-                   "Compression spec; repeatable (default: fp32, powersgd:rank=4)")
-      ->expected(1)
-      ->take_all();
-  add_stop(*command, options->stop);
-  add_result_files(*command, options->results);
-  command->callback([options] { run(*options); });
+std::unique_ptr<Command> make_step(CLI::App& app) {
+  return std::make_unique<StepCommand>(app);
 }
 
 }  // namespace gradwire::bench
