@@ -88,7 +88,8 @@ def main() -> int:
     failures += [f"both run and in NOT_RUN: {e}" for e in reasons if e in taken]
     ran: Set[str] = set()
     folder = tempfile.mkdtemp()
-    for name, session in sessions.items():
+    # Sessions in this process last: the ranks of others are its forks, which must not have Ray's threads.
+    for name, session in sorted(sessions.items(), key=lambda item: item[1].world == 0):
         texts = [find(first, printed) for first in session.examples]
         if session.missing():
             print(f"{page}, {name}: NOT RUN HERE: {session.missing()}", flush=True)
