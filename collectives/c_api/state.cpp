@@ -8,7 +8,7 @@
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/reducer.h"
 #include "kernels/wire/floats.h"
-#include "runtime/device/device_cuda.h"
+#include "runtime/device/device.h"
 #include "runtime/util/hash.h"
 
 namespace gradwire::c_api {

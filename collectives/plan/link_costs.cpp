@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "collectives/agreement/statements.h"
-#include "runtime/device/device_cuda.h"
+#include "runtime/device/device.h"
 #include "runtime/util/hash.h"
 
 namespace gradwire {

@@ -6,7 +6,7 @@
 #include <array>
 #include <cmath>
 
-#include "runtime/device/device_cuda.h"
+#include "runtime/device/device.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

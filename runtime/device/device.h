@@ -16,6 +16,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <iterator>
 #include <map>
@@ -162,6 +163,25 @@ class CallersDevice {
 // Returns the milliseconds between the marks of two timers, both of which must be complete.
 double elapsed_ms(const Event& start, const Event& end);
 
+// Waits for a stream when an exception leaves the scope, because enqueued work may use objects of the scope.
+// Declare it after these objects.
+class FinishOnError {
+ public:
+  explicit FinishOnError(const Stream& stream) : stream_(stream) {}
+  ~FinishOnError() {
+    if (std::uncaught_exceptions() == before_) return;
+    try {
+      stream_.synchronize();
+    } catch (...) {  // the exception that leaves the scope is reported
+    }
+  }
+  FinishOnError(const FinishOnError&) = delete;
+
+ private:
+  const Stream& stream_;
+  const int before_ = std::uncaught_exceptions();
+};
+
 // Uninitialized memory on a device, 256-byte aligned. Allocate in set-up, never in a step.
 class Buffer {
  public:
@@ -221,10 +241,6 @@ void to_device(const Stream& stream, T* device_data, std::span<const T> values) 
   copy(stream, device_data, values.data(), values.size_bytes());
   stream.synchronize();
 }
-
-}  // namespace gradwire
-
-namespace gradwire {
 
 // Number types in memory and in files.
 

@@ -13,7 +13,7 @@
 #include <set>
 
 #include "collectives/agreement/statements.h"
-#include "runtime/device/device_cuda.h"
+#include "runtime/device/device.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/log/records.h"
 

@@ -25,7 +25,7 @@
 #include "kernels/math/random.h"
 #include "kernels/simd/vector.h"
 #include "kernels/wire/format.h"
-#include "runtime/device/device_cuda.h"
+#include "runtime/device/device.h"
 #include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"

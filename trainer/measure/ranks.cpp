@@ -12,7 +12,7 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/transport.h"
 #include "kernels/math/random.h"
-#include "runtime/device/device_cuda.h"
+#include "runtime/device/device.h"
 #include "trainer/log/console.h"
 #include "trainer/log/summary.h"
 #include "trainer/measure/peaks.h"

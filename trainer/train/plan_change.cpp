@@ -15,7 +15,7 @@
 
 #include "collectives/agreement/statements.h"
 #include "collectives/codec/policy_codec.h"
-#include "runtime/device/device_cuda.h"
+#include "runtime/device/device.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "trainer/checkpoint/folder.h"

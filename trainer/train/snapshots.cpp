@@ -8,7 +8,7 @@
 #include <span>
 
 #include "collectives/transport/transport.h"
-#include "runtime/device/device_cuda.h"
+#include "runtime/device/device.h"
 #include "runtime/util/error.h"
 #include "runtime/util/hash.h"
 
