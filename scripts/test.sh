@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh [PART...]     without a part: all tests of the release build
 #
-# PART: system       of the release build: those that depend on the installed packages and the user. Without
+# PART: system       tests of the release build that depend on installed packages and on the user. Without
 #                    root omits those of PART=root
 #       root         of these the tests that need root
 #       code         of the release build the other tests, which depend on the code and nvcc

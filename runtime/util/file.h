@@ -118,7 +118,7 @@ class OutputFile {
   Kind kind_ = Kind::result;
   How how_ = How::replace;
   int descriptor_ = -1;  // the descriptor that the path names, not owned
-  mode_t mode_ = 0;      // mode of the existing file; 0: there is no file
+  mode_t mode_ = 0;      // mode of the existing file; 0: no file exists
   gid_t group_ = 0;
   FileDescriptor stream_;
 };

@@ -104,7 +104,7 @@ def load_nccl() -> str:
     NCCL installed by pip; the NCCL that the dynamic linker finds.
 
     Returns:
-        The version, such as "2.28.9"; "" if there is no NCCL.
+        The version, such as "2.28.9"; "" without NCCL.
     """
     chosen = os.environ.get("GRADWIRE_NCCL_LIBRARY")
     places = [(chosen, os.RTLD_NOW)] if chosen else [("libnccl.so.2", os.RTLD_NOW | os.RTLD_NOLOAD)]

@@ -169,7 +169,7 @@ class Exchange(NamedTuple):
 
     def orthonormal(self, factors: Sequence[torch.Tensor], numbers: Sequence[int], second: bool, seed: int,
                     step: int, flags: torch.Tensor) -> List[torch.Tensor]:
-        """Returns the factors with orthonormal columns. Sets the flags of those that are not finite."""
+        """Returns the factors with orthonormal columns. Sets the flags of factors that are not finite."""
         sizes = [-(-factor.numel() // 4) * 4 for factor in factors]
         values = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
         found = [part[:factor.numel()].view(factor.shape)

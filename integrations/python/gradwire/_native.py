@@ -511,7 +511,7 @@ def interruptible(request: Call, cancel: Callable[[], None],
         undo: called after `cancel` if the call succeeded nevertheless.
     """
     global _helper
-    library()  # raises ImportError in this thread if there is no library
+    library()  # raises ImportError in this thread if the library is missing
     if threading.get_ident() != threading.main_thread().ident:
         return call(*request)
     if _helper is None or _helper.process != os.getpid():
