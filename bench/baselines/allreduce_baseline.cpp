@@ -79,8 +79,7 @@ class GatheringStore final : public ::gloo::rendezvous::Store {
   std::vector<char> get(const std::string& key) override { return values_.at(key); }
   void wait(const std::vector<std::string>& keys) override {
     for (const std::string& key : keys) {
-      if (!values_.contains(key))
-        throw Error(fmt::format("gloo waits for the key {}, which no rank has set", key));
+      if (!values_.contains(key)) throw Error("gloo waits for the key {}, which no rank has set", key);
     }
   }
 
@@ -136,7 +135,7 @@ AllreduceBaseline make_nccl_baseline(Communicator& comm, const Stream& stream) {
   const NcclApi& nccl = NcclApi::loaded();
   if (nccl.all_reduce == nullptr) return {};
   auto check = [&nccl](ncclResult_t result, const char* call) {
-    if (result != ncclSuccess) throw Error(fmt::format("{}: {}", call, nccl.text(result, nullptr)));
+    if (result != ncclSuccess) throw Error("{}: {}", call, nccl.text(result, nullptr));
   };
   ncclUniqueId id{};
   if (comm.rank() == 0) check(nccl.get_unique_id(&id), "ncclGetUniqueId");

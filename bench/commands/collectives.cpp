@@ -87,19 +87,18 @@ class Collectives final : public Command {
     for (const std::string& transport : transports_) {
       if (transport == "local" && launched) {
         throw BadInput(
-            fmt::format("--transport local: ranks are threads of one process, but {} started {} processes "
-                        "({}); use --transport tcp",
-                        launch->launcher, launch->world, launch->variables));
+            "--transport local: ranks are threads of one process, but {} started {} processes "
+            "({}); use --transport tcp",
+            launch->launcher, launch->world, launch->variables);
       }
       if (transport == "nccl") {
         devices_for("cuda");  // throws if the machine has no GPU
         if (std::string why = nccl_unavailable_reason(); !why.empty())
-          throw BadInput(fmt::format("--transport nccl: {}", why));
+          throw BadInput("--transport nccl: {}", why);
       }
     }
     if (skip_ >= settings_.iterations) {
-      throw BadInput(
-          fmt::format("-K {} skips all of the {} calls; use a number below -n", skip_, settings_.iterations));
+      throw BadInput("-K {} skips all of the {} calls; use a number below -n", skip_, settings_.iterations);
     }
     if (prints) open();
     stop_.exactly = settings_.iterations;
@@ -110,8 +109,7 @@ class Collectives final : public Command {
         return c.spec.schedule == ScheduleKind::nccl;
       });
       if (uses_nccl_schedule && transport != "nccl")
-        throw BadInput(
-            fmt::format("schedule nccl: --transport {} does not use NCCL; use --transport nccl", transport));
+        throw BadInput("schedule nccl: --transport {} does not use NCCL; use --transport nccl", transport);
     }
     set_columns();
     if (prints && !child_) print_two_headings();
@@ -190,8 +188,7 @@ class Collectives final : public Command {
   // node.
   std::vector<CollectiveCase> all_cases() {
     if (settings_.per_node > 0 && ranks_ % settings_.per_node != 0) {
-      throw BadInput(
-          fmt::format("--per-node {} does not divide {} ranks; use a divisor", settings_.per_node, ranks_));
+      throw BadInput("--per-node {} does not divide {} ranks; use a divisor", settings_.per_node, ranks_);
     }
     if (settings_.per_node == 0) settings_.per_node = usual_per_node(ranks_);
     std::vector<CompressionSpec> specs;
@@ -206,10 +203,10 @@ class Collectives final : public Command {
         const bool possible = schedule != "hierarchical" || settings_.per_node > 0;
         if (!possible && schedules_.empty()) continue;
         if (!possible) {
-          throw BadInput(fmt::format(
+          throw BadInput(
               "--schedule hierarchical: {} ranks cannot be divided into several nodes of several ranks; use "
               "--ranks 4, 6, 8, ...",
-              ranks_));
+              ranks_);
         }
         spec.schedule = CompressionSpec::parse(fmt::format("fp32:schedule={}", schedule)).schedule;
         specs.push_back(spec);
@@ -218,8 +215,8 @@ class Collectives final : public Command {
     if (specs.empty())
       throw BadInput("--schedule nccl needs a --compression that sends FP32; add --compression fp32");
     if (max_bytes_ < min_bytes_) {
-      throw BadInput(fmt::format("-e {} is less than -b {}", size_text(static_cast<int64_t>(max_bytes_)),
-                                 size_text(static_cast<int64_t>(min_bytes_))));
+      throw BadInput("-e {} is less than -b {}", size_text(static_cast<int64_t>(max_bytes_)),
+                     size_text(static_cast<int64_t>(min_bytes_)));
     }
     std::vector<CollectiveCase> cases;
     for (uint64_t size = min_bytes_; size <= max_bytes_; size *= static_cast<uint64_t>(factor_)) {
@@ -379,7 +376,7 @@ class Collectives final : public Command {
     namespace fs = std::filesystem;
     std::string scratch = (fs::temp_directory_path() / "gradwire-bench-XXXXXX").string();
     if (mkdtemp(scratch.data()) == nullptr)
-      throw Error(fmt::format("cannot create the folder {}; set TMPDIR to a writable one", scratch));
+      throw Error("cannot create the folder {}; set TMPDIR to a writable one", scratch);
     const std::shared_ptr<void> removed(nullptr, [&](void*) {
       std::error_code ignored;
       fs::remove_all(scratch, ignored);

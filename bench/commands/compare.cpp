@@ -97,9 +97,9 @@ struct TimedRow {
 
 [[noreturn]] void refuse(const std::string& path, const std::string& why) {
   throw BadInput(
-      fmt::format("{}: {}; expected the --json of gradwire-bench kernels, formats, hook, "
-                  "orthonormalize, step or collectives",
-                  path, why));
+      "{}: {}; expected the --json of gradwire-bench kernels, formats, hook, "
+      "orthonormalize, step or collectives",
+      path, why);
 }
 
 // Returns the measurement that an object holds, or nothing.
@@ -213,8 +213,8 @@ class Compare final : public Command {
   int run() override {
     for (const std::string& key : ignore_) {
       if (std::find(kIdentity.begin(), kIdentity.end(), key) == kIdentity.end())
-        throw BadInput(fmt::format("--ignore {}: not a field that identifies rows; use one of {}", key,
-                                   fmt::join(kIdentity, ", ")));
+        throw BadInput("--ignore {}: not a field that identifies rows; use one of {}", key,
+                       fmt::join(kIdentity, ", "));
     }
     open();
     const std::vector<TimedRow> before = read_runs(before_, ignore_), after = read_runs(after_, ignore_);
@@ -240,9 +240,9 @@ class Compare final : public Command {
     }
     if (rows_.empty()) {
       throw BadInput(
-          fmt::format("{} and {} have no row in common: the first has '{}', the second '{}'; see "
-                      "--ignore",
-                      before_, after_, before[0].name, after[0].name));
+          "{} and {} have no row in common: the first has '{}', the second '{}'; see "
+          "--ignore",
+          before_, after_, before[0].name, after[0].name);
     }
     fmt::print("{}\n{} rows: {} SAME, {} FASTER, {} SLOWER, {} UNSURE\n", table_text(table, "", true),
                rows_.size(), counts[kSame], counts[kFaster], counts[kSlower], counts[kUnsure]);

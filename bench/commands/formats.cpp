@@ -72,9 +72,7 @@ RowSet drawn(const char* name, int64_t rows, int64_t elements, uint64_t seed, Dr
 
 std::vector<std::string> safetensors_files(const std::string& directory) {
   std::error_code error;
-  auto refuse = [&](const std::string& why) {
-    throw BadInput(fmt::format("--gradients {}: {}", directory, why));
-  };
+  auto refuse = [&](const std::string& why) { throw BadInput("--gradients {}: {}", directory, why); };
   if (!fs::is_directory(directory, error))
     refuse(fs::exists(directory, error) ? "not a folder" : "no such folder");
   std::vector<std::string> paths;
@@ -105,16 +103,15 @@ RowSet gradient_rows(const std::string& directory) {
       file.read(tensor, 0, row.values);
       row.sum_squares();
       if (!std::isfinite(row.squared_norm)) {
-        throw BadInput(
-            fmt::format("{}: '{}' has values that are not finite; dump a step in which the loss is",
-                        file.path(), tensor.name));
+        throw BadInput("{}: '{}' has values that are not finite; dump a step in which the loss is",
+                       file.path(), tensor.name);
       }
       if (row.squared_norm > 0) set.rows.push_back(std::move(row));
     }
   }
   if (set.rows.empty()) {
-    throw BadInput(fmt::format(
-        "--gradients {}: the tensors are empty or all values are zero; dump a later step", directory));
+    throw BadInput("--gradients {}: the tensors are empty or all values are zero; dump a later step",
+                   directory);
   }
   return set;
 }
@@ -263,9 +260,9 @@ class Formats final : public Command {
       specs.push_back(CompressionSpec::parse(text));
       if (specs.back().method != CompressionSpec::Method::wire) {
         throw BadInput(
-            fmt::format("--spec {}: not a wire format; gradwire-bench hook measures its speed, gradwire "
-                        "compare its accuracy",
-                        text));
+            "--spec {}: not a wire format; gradwire-bench hook measures its speed, gradwire "
+            "compare its accuracy",
+            text);
       }
     }
     prepare_sets();

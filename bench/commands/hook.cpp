@@ -76,8 +76,7 @@ std::vector<GradientTensor> gradients_of(const std::string& model) {
   if (model == "resnet50") return resnet(true, {3, 4, 6, 3});
   std::vector<std::string> vits = model_names();
   if (std::find(vits.begin(), vits.end(), model) == vits.end()) {
-    throw BadInput(
-        fmt::format("--model '{}' is unknown; use resnet18, resnet50, {}", model, fmt::join(vits, ", ")));
+    throw BadInput("--model '{}' is unknown; use resnet18, resnet50, {}", model, fmt::join(vits, ", "));
   }
   std::vector<GradientTensor> all;
   for (const VitParameter& p : vit_parameters(named_model(model))) all.push_back({p.name, p.shape});
@@ -187,13 +186,13 @@ class CompressionPath {
 // Creates an anonymous file that the child inherits. The file's path in the child is /proc/self/fd/<number>.
 FileDescriptor anonymous_file(const char* name) {
   FileDescriptor file(memfd_create(name, 0));
-  if (!file) throw Error(fmt::format("memfd_create: {}", std::strerror(errno)));
+  if (!file) throw Error("memfd_create: {}", std::strerror(errno));
   return file;
 }
 
 void write_all(int fd, std::string_view bytes) {
   if (const int error = write_fully(fd, bytes); error != 0)
-    throw Error(fmt::format("write to the baseline: {}", std::strerror(error)));
+    throw Error("write to the baseline: {}", std::strerror(error));
 }
 
 // PyTorch's hook in a child process. The two processes alternate: each process waits while the other
@@ -227,16 +226,16 @@ class PyTorchBaseline {
           ChildProcess::Variables{
               {"OMP_NUM_THREADS", count}, {"OPENBLAS_NUM_THREADS", count}, {"MKL_NUM_THREADS", count}});
     } catch (const ChildProcess::NotStarted& error) {
-      throw BadInput(fmt::format("--baseline: {}", error.what()));
+      throw BadInput("--baseline: {}", error.what());
     }
     their_in.close();
     their_out.close();
     nlohmann::json hello = read_answer();
     if (hello.contains("missing")) {
       throw BadInput(
-          fmt::format("--baseline: {}: {}; install python3-torch and python3-numpy, or give --python an "
-                      "interpreter that has them",
-                      python_, hello["missing"].get<std::string>()));
+          "--baseline: {}: {}; install python3-torch and python3-numpy, or give --python an "
+          "interpreter that has them",
+          python_, hello["missing"].get<std::string>());
     }
   }
   PyTorchBaseline(const PyTorchBaseline&) = delete;
@@ -274,13 +273,12 @@ class PyTorchBaseline {
       pollfd readable{from_.fd(), POLLIN, 0};
       int ready = poll(&readable, 1, kTimeoutMs);
       if (ready < 0 && errno == EINTR) continue;
-      if (ready == 0) throw Error(fmt::format("--baseline: {} did not answer for five minutes", python_));
+      if (ready == 0) throw Error("--baseline: {} did not answer for five minutes", python_);
       char chunk[4096];
       ssize_t n = read(from_.fd(), chunk, sizeof chunk);
       if (n <= 0) {
         const std::string why = last_line(errors_.fd());
-        throw Error(fmt::format("--baseline: {} {}{}{}", python_, process_->wait().text,
-                                why.empty() ? "" : ": ", why));
+        throw Error("--baseline: {} {}{}{}", python_, process_->wait().text, why.empty() ? "" : ": ", why);
       }
       received_.append(chunk, static_cast<size_t>(n));
     }
@@ -491,9 +489,8 @@ class OrthonormalizeCommand final : public ComparedCommand {
       const int read = std::sscanf(equal_.c_str(), "%dx%dx%d%n", &count, &rows, &rank, &end);
       const bool whole = read == 3 && static_cast<size_t>(end) == equal_.size();
       if (!whole || count < 1 || rank < 1 || rank > std::min(rows, kMaxPowerSgdRank) || rows > (1 << 20)) {
-        throw BadInput(
-            fmt::format("--matrices '{}' is not COUNTxROWSxRANK, such as 24x1024x256, with RANK up to {}",
-                        equal_, kMaxPowerSgdRank));
+        throw BadInput("--matrices '{}' is not COUNTxROWSxRANK, such as 24x1024x256, with RANK up to {}",
+                       equal_, kMaxPowerSgdRank);
       }
       Factors factors;
       for (int i = 0; i < count; ++i) factors.add(fmt::format("matrix {}", i), rows, rank, rank);
@@ -511,8 +508,8 @@ class OrthonormalizeCommand final : public ComparedCommand {
         if (const int r = powersgd_rank(spec, rows, cols); r > 0) factors.add(t.name, rows, cols, r);
       }
       if (factors.matrices.empty()) {
-        throw BadInput(fmt::format("--rank {}: PowerSGD would compress no tensor of {}; use a smaller rank",
-                                   rank, model_));
+        throw BadInput("--rank {}: PowerSGD would compress no tensor of {}; use a smaller rank", rank,
+                       model_);
       }
       all.push_back(factors);
     }

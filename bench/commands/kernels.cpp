@@ -82,8 +82,8 @@ class Kernels final : public Command {
     }
     for (size_t i = 0; i < used.size(); ++i) {
       if (used[i]) continue;
-      throw BadInput(fmt::format(
-          "--filter {}: no kernel has that in its name; see gradwire-bench kernels --list", filter_[i]));
+      throw BadInput("--filter {}: no kernel has that in its name; see gradwire-bench kernels --list",
+                     filter_[i]);
     }
     return chosen;
   }
@@ -98,15 +98,14 @@ class Kernels final : public Command {
       largest = std::max(largest, least);
     }
     if (largest < least) {
-      throw BadInput(
-          fmt::format("--max-size {} is less than --min-size {}", size_text(largest), size_text(least)));
+      throw BadInput("--max-size {} is less than --min-size {}", size_text(largest), size_text(least));
     }
     if (largest > fits) {
-      throw BadInput(fmt::format(
+      throw BadInput(
           "--max-size {} is too large for {}: cases take up to {} times that, and may use half of "
           "the {} that are free; use --max-size {}",
           size_text(largest), device.device.name(), kArenaPerSize, size_text(free),
-          size_text(fits >> 20 << 20)));
+          size_text(fits >> 20 << 20));
     }
     std::vector<int64_t> sizes;
     for (int64_t size = least; size < largest; size *= static_cast<int64_t>(factor_)) sizes.push_back(size);

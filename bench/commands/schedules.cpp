@@ -215,7 +215,7 @@ class Numerics final : public Command {
       columns_.push_back({text.c_str(), "", 22});
       specs.push_back(CompressionSpec::parse(text));
       if (specs.back().method != CompressionSpec::Method::wire)
-        throw BadInput(fmt::format("--spec {}: not a wire format by itself", text));
+        throw BadInput("--spec {}: not a wire format by itself", text);
     }
     open();
     fmt::print("# relative error of a sum of {} normal values per rank, without error feedback\n", elements_);

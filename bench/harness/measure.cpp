@@ -51,7 +51,7 @@ int64_t host_cache_bytes() {
 
 #ifdef GRADWIRE_HAS_CUDA
 void check(cudaError_t status, const char* call) {
-  if (status != cudaSuccess) throw DeviceError(fmt::format("{}: {}", call, cudaGetErrorString(status)));
+  if (status != cudaSuccess) throw DeviceError("{}: {}", call, cudaGetErrorString(status));
 }
 #endif
 
@@ -116,8 +116,7 @@ DeviceUnderTest::DeviceUnderTest(Device device_, const StopRule& stop)
   large_copy_bytes_ = std::max<int64_t>(int64_t{256} << 20, flush_bytes);
   if (const char* text = environment("GRADWIRE_BENCH_FLUSH_BYTES")) {
     const auto bytes = parse_number<int64_t>(text, 4096, int64_t{1} << 36);
-    if (!bytes)
-      throw BadInput(fmt::format("GRADWIRE_BENCH_FLUSH_BYTES={}: must be a number from 4096 to 2^36", text));
+    if (!bytes) throw BadInput("GRADWIRE_BENCH_FLUSH_BYTES={}: must be a number from 4096 to 2^36", text);
     flush_bytes = large_copy_bytes_ = *bytes;
   }
 }
@@ -258,7 +257,7 @@ std::vector<Device> devices_for(const std::string& flag) {
   if (flag == "host") return {Device::host()};
   if (flag == "auto") return available_devices();
   if (cuda_device_count() == 0) {
-    throw BadInput(fmt::format("--device cuda: {}; use --device host", cuda_unavailable_reason()));
+    throw BadInput("--device cuda: {}; use --device host", cuda_unavailable_reason());
   }
   return {Device::cuda(0)};
 }
@@ -279,9 +278,9 @@ std::optional<double> seconds(std::string_view text) {
 StopRule StopRule::parse(const std::string& text) {
   auto refuse = [&](const std::string& why) {
     throw BadInput(
-        fmt::format("--stop {}: {}; expected parts of error=0.5%,samples=10,min=0.5s,max=15s, a number of "
-                    "samples such as 20, or a time such as 50ms",
-                    text, why));
+        "--stop {}: {}; expected parts of error=0.5%,samples=10,min=0.5s,max=15s, a number of "
+        "samples such as 20, or a time such as 50ms",
+        text, why);
   };
   StopRule rule;
   if (const auto count = parse_number<int>(text, 1, kMostSamples)) {

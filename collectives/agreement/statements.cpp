@@ -61,7 +61,7 @@ void agree_on(Transport& transport, const Stream& stream, const std::vector<std:
   const std::string text = fmt::format("ranks disagree: {} has \"{}\" on rank 0, \"{}\" on rank {}", what,
                                        texts[0].c_str(), texts[odd].c_str(), odd);
   transport.abort(text);
-  throw CommError(fmt::format("rank {}: {}", transport.rank(), text));
+  throw CommError("rank {}: {}", transport.rank(), text);
 }
 
 std::vector<std::string> all_gather_bytes(Transport& transport, const Stream& stream, std::string_view mine,

@@ -82,10 +82,10 @@ class PolicyCodec final : public Codec {
         deviation_(buffer(c, estimates() && codec_->residual() == nullptr)),
         momentum_(buffer(c, policy_.momentum > 0)) {
     if (!c.shards.empty() && (estimates() || momentum_)) {
-      throw BadInput(fmt::format(
+      throw BadInput(
           "compression spec '{}': {} needs the whole mean on every rank, but a sharded reducer gives each "
           "rank its part; use ef=on without momentum",
-          c.spec.to_string(), estimates() ? "ef=ef21" : "momentum"));
+          c.spec.to_string(), estimates() ? "ef=ef21" : "momentum");
     }
     if (momentum_) masked_ = compressed_spans(c);
     for (const Buffer* b : {&estimate_, &deviation_, &momentum_}) fill_zero(c.stream, b->data(), b->bytes());
@@ -362,9 +362,9 @@ void check_dense_names(const CompressionSpec& spec, const std::vector<std::strin
                                                          [&](auto& tensor) { return matches(name, tensor); });
     if (found) continue;
     throw BadInput(
-        fmt::format("compression spec '{}': no tensor of the model matches dense={}; their names are "
-                    "such as {}",
-                    spec.to_string(), name, tensors.empty() ? "" : tensors.front()));
+        "compression spec '{}': no tensor of the model matches dense={}; their names are "
+        "such as {}",
+        spec.to_string(), name, tensors.empty() ? "" : tensors.front());
   }
 }
 

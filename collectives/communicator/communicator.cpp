@@ -49,8 +49,7 @@ std::unique_ptr<Communicator> Communicator::create_single(Device device) {
 
 void Communicator::set_ranks_per_node(int ranks) {
   if (ranks < 0 || (ranks > 0 && world() % ranks != 0)) {
-    throw BadInput(
-        fmt::format("{} ranks per node do not divide a world of {} into equal nodes", ranks, world()));
+    throw BadInput("{} ranks per node do not divide a world of {} into equal nodes", ranks, world());
   }
   ranks_per_node_ = ranks;
 }

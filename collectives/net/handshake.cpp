@@ -159,7 +159,7 @@ constexpr size_t kMaxSecretBytes = 4096;
 }  // namespace
 
 std::string checked_secret(const std::string& source, std::string text) {
-  const auto refuse = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}", source, why)); };
+  const auto refuse = [&](const std::string& why) { throw BadInput("{}: {}", source, why); };
   if (text.size() > kMaxSecretBytes)
     refuse(fmt::format("the secret is longer than {} bytes", kMaxSecretBytes));
   if (text.find('\0') != text.npos) refuse("the secret contains a NUL byte; use text, such as base64");
@@ -178,7 +178,7 @@ std::string secret_from_environment() {
   if (direct != nullptr) return checked_secret("GRADWIRE_SECRET", direct);
   if (path == nullptr) return "";
   const std::string source = fmt::format("GRADWIRE_SECRET_FILE {}", path);
-  auto refuse = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}", source, why)); };
+  auto refuse = [&](const std::string& why) { throw BadInput("{}: {}", source, why); };
   // The flag O_NONBLOCK opens a FIFO without waiting for a writer. Socket closes any file descriptor.
   const Socket file(open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file) refuse(std::strerror(errno));
@@ -202,7 +202,7 @@ std::string random_secret() {
   std::array<uint8_t, 16> bytes;
   // getrandom() returns requests of up to 256 bytes whole, and without EINTR.
   if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
-    throw Error(fmt::format("no random numbers from the kernel: {}", std::strerror(errno)));
+    throw Error("no random numbers from the kernel: {}", std::strerror(errno));
   }
   std::string text;
   for (const uint8_t byte : bytes) text += fmt::format("{:02x}", byte);

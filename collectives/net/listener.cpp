@@ -39,21 +39,20 @@ Socket listen_on(const Endpoint& endpoint) {
                     fmt::join(own_addresses(), ", "))
               : error_text(errno);
   }
-  throw CommError(fmt::format("cannot listen on {}: {}", endpoint.text(), why));
+  throw CommError("cannot listen on {}: {}", endpoint.text(), why);
 }
 
 void check_ports(const std::string& what, const PortRange& ports) {
   const bool any = ports.first == 0 && ports.last == 0;
   if (any || (1 <= ports.first && ports.first <= ports.last && ports.last <= 65535)) return;
-  throw BadInput(
-      fmt::format("{}: ports {} to {} are not a range; give ports from 1 to 65535, the lower one first", what,
-                  ports.first, ports.last));
+  throw BadInput("{}: ports {} to {} are not a range; give ports from 1 to 65535, the lower one first", what,
+                 ports.first, ports.last);
 }
 
 PortRange parse_ports(const std::string& what, const std::string& text) {
   const auto range = parse_pair(text.find('-') == std::string::npos ? text + "-" + text : text, '-', 0);
   if (!range || range->second == 0) {
-    throw BadInput(fmt::format("{} is '{}'; give a range of ports such as 20000-20100", what, text));
+    throw BadInput("{} is '{}'; give a range of ports such as 20000-20100", what, text);
   }
   const PortRange ports{range->first, range->second};
   check_ports(what, ports);
@@ -71,9 +70,9 @@ Socket listen_within(const PortRange& ports, const std::string& address) {
     }
   }
   throw CommError(
-      fmt::format("none of the ports {} to {} is free (the last: {}); allow more of them, as GRADWIRE_PORTS "
-                  "or gw_comm_options.ports does",
-                  ports.first, ports.last, why));
+      "none of the ports {} to {} is free (the last: {}); allow more of them, as GRADWIRE_PORTS "
+      "or gw_comm_options.ports does",
+      ports.first, ports.last, why);
 }
 
 int local_port(const Socket& socket) {

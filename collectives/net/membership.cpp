@@ -33,10 +33,10 @@ void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
     return;
   }
   throw BadInput(
-      fmt::format("rendezvous '{}' can be reached from other machines and this run has no secret; set "
-                  "GRADWIRE_SECRET, or GRADWIRE_SECRET_FILE, to the same secret on every rank (head -c 16 "
-                  "/dev/urandom | base64 makes one), or accept the risk with GRADWIRE_INSECURE=1",
-                  options.rendezvous));
+      "rendezvous '{}' can be reached from other machines and this run has no secret; set "
+      "GRADWIRE_SECRET, or GRADWIRE_SECRET_FILE, to the same secret on every rank (head -c 16 "
+      "/dev/urandom | base64 makes one), or accept the risk with GRADWIRE_INSECURE=1",
+      options.rendezvous);
 }
 
 // Connects a rank to rank 0's store as soon as rank 0 has published and started the store.
@@ -115,11 +115,10 @@ class StoreSearch {
       throw failure("one of the group's ranks is gone");
     }
     if (now >= deadline_) {
-      throw CommError(
-          fmt::format("rank {} did not reach rank 0 through {} within {} ms ({}); is rank 0 running, and {}?",
+      throw CommError("rank {} did not reach rank 0 through {} within {} ms ({}); is rank 0 running, and {}?",
                       options_.rank, options_.rendezvous, options_.join_timeout().count(), why_,
                       why_.ends_with(kOtherSecret) ? "have all ranks the same GRADWIRE_SECRET"
-                                                   : "is the address right on every rank"));
+                                                   : "is the address right on every rank");
     }
   }
 
@@ -143,7 +142,7 @@ class StoreSearch {
 Membership::Membership(const GroupOptions& options) : options_(options) {
   const std::string& rendezvous = options.rendezvous;
   if (world() < 1 || rank() < 0 || rank() >= world()) {
-    throw BadInput(fmt::format("there is no rank {} in a group of {}", rank(), world()));
+    throw BadInput("there is no rank {} in a group of {}", rank(), world());
   }
   if (options_.secret.empty()) options_.secret = secret_from_environment();
   if (options_.job.empty()) options_.job = job_from_environment();
@@ -162,8 +161,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   } else if (rendezvous.starts_with("tcp://")) {
     location = serve_at(endpoint_of_rendezvous(rendezvous));
   } else {
-    throw BadInput(
-        fmt::format("rendezvous '{}': unknown kind; give tcp://host:port or file:///path", rendezvous));
+    throw BadInput("rendezvous '{}': unknown kind; give tcp://host:port or file:///path", rendezvous);
   }
   StoreSearch search(options_, callbacks ? &*callbacks : nullptr, file, server_.get(), deadline);
   client_ = search.find(location);
@@ -249,7 +247,7 @@ std::string Membership::address(SteadyClock::time_point deadline) {
 std::string Membership::take_message(int from) {
   if (!server_) throw Error("only rank 0 takes messages");
   auto message = server_->take_message(from, SteadyClock::now() + options_.timeout);
-  if (!message) throw CommError(fmt::format("nothing after {} ms", options_.timeout.count()));
+  if (!message) throw CommError("nothing after {} ms", options_.timeout.count());
   return std::move(*message);
 }
 
@@ -322,10 +320,9 @@ class JoinAttempt {
       const auto now = SteadyClock::now();
       if (may_admit) answered_at = now;
       if (now - answered_at >= kUnpublished || now >= give_up_at_) {
-        throw NoRankAnswers(
-            fmt::format("no rank admits this process: {}; {}", other_secret_ ? kOtherSecret : why_,
-                        other_secret_ ? "give it the run's GRADWIRE_SECRET"
-                                      : "if the run continues elsewhere, use its newest list of ranks"));
+        throw NoRankAnswers("no rank admits this process: {}; {}", other_secret_ ? kOtherSecret : why_,
+                            other_secret_ ? "give it the run's GRADWIRE_SECRET"
+                                          : "if the run continues elsewhere, use its newest list of ranks");
       }
       std::this_thread::sleep_for(kRequestAgain);
     }
@@ -380,14 +377,14 @@ class JoinAttempt {
       switch (frame->op) {
         case Op::wait:
           if (SteadyClock::now() < until_) break;
-          throw NoRankAnswers(fmt::format("{} keeps this process waiting and has not admitted it after {} ms",
-                                          at, request_.longest.count()));
+          throw NoRankAnswers("{} keeps this process waiting and has not admitted it after {} ms", at,
+                              request_.longest.count());
         case Op::redirect:
           why_ = fmt::format("{} redirects to {}", at, frame->value);
           next = frame->value;
           return std::nullopt;
         case Op::rejected:
-          throw BadInput(fmt::format("{} does not let this process join: {}", at, frame->value));
+          throw BadInput("{} does not let this process join: {}", at, frame->value);
         case Op::check:
           send_frame(socket, {Op::present, 0, "", ""}, patience_end());
           break;
@@ -473,7 +470,7 @@ std::string job_from_environment(const std::function<const char*(const char*)>& 
   if (const std::string own = value("GRADWIRE_JOB"); !own.empty()) {
     const bool printable = std::all_of(own.begin(), own.end(), [](unsigned char c) { return c >= ' '; });
     if (own.size() > kMostBytes || !printable) {
-      throw BadInput(fmt::format("GRADWIRE_JOB: at most {} bytes, without control characters", kMostBytes));
+      throw BadInput("GRADWIRE_JOB: at most {} bytes, without control characters", kMostBytes);
     }
     return fmt::format("'{}'", own);
   }

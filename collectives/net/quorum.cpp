@@ -272,7 +272,7 @@ Quorum::NextGroup Quorum::NextGroup::decode(const std::string& text, int rank, i
   const auto& all = survivors.ranks;
   const bool ascending = std::adjacent_find(all.begin(), all.end(), std::greater_equal<>()) == all.end();
   if (survivors.name.empty() || !contains(all, rank) || !ascending) {
-    throw CommError(fmt::format("rank {} has received an invalid description of the next group", rank));
+    throw CommError("rank {} has received an invalid description of the next group", rank);
   }
   return survivors;
 }
@@ -316,8 +316,7 @@ std::optional<Quorum::NextGroup> Quorum::follow(int leader, Socket socket, Stead
       forming_.announcer = std::move(socket);
       return survivors;
     }
-    if (frame && frame->op == Op::missed)
-      throw CommError(fmt::format("rank {}: {}", group_.rank, frame->value));
+    if (frame && frame->op == Op::missed) throw CommError("rank {}: {}", group_.rank, frame->value);
     if (frame || !socket || SteadyClock::now() >= deadline) return std::nullopt;
     if (call(leader, Op::ask).presence != Presence::here) return std::nullopt;
   }
@@ -347,7 +346,7 @@ void Quorum::look_below(std::set<int>& silent, std::set<int>& gone) {
 Quorum::NextGroup Quorum::regroup(milliseconds timeout) {
   const auto give_up = SteadyClock::now() + timeout + kSlack;
   // A cancellation ends only earlier deadlines.
-  if (RunningClock::cancelled()) throw CommError(fmt::format("rank {}: cancelled", group_.rank));
+  if (RunningClock::cancelled()) throw CommError("rank {}: cancelled", group_.rank);
   std::optional<SteadyClock::time_point> lead_until;  // counted from when this rank leads
   std::set<int> silent;
   while (SteadyClock::now() < give_up) {
@@ -386,8 +385,7 @@ Quorum::NextGroup Quorum::regroup(milliseconds timeout) {
     }
     std::this_thread::sleep_for(kRetry);
   }
-  throw CommError(
-      fmt::format("rank {}: the ranks that are left did not find each other in time", group_.rank));
+  throw CommError("rank {}: the ranks that are left did not find each other in time", group_.rank);
 }
 
 // Sends `retry` to all waiting callers, because this rank follows another rank. Requires the mutex.
@@ -452,7 +450,7 @@ std::optional<Quorum::NextGroup> Quorum::ask_missing(const std::vector<int>& ran
     if (presence[i] == Presence::gone) gone.insert(ranks[i]);
     if (presence[i] == Presence::silent) silent.insert(ranks[i]);
     if (replies[i] && replies[i]->op == Op::missed) {
-      throw CommError(fmt::format("rank {}: {}", group_.rank, replies[i]->value));
+      throw CommError("rank {}: {}", group_.rank, replies[i]->value);
     }
     if (replies[i] && replies[i]->op == Op::survivors) {
       return NextGroup::decode(replies[i]->value, group_.rank, static_cast<int>(group_.contacts.size()));
@@ -474,9 +472,9 @@ Quorum::NextGroup Quorum::count(std::set<int> silent, const std::set<int>& gone)
   const bool has_lowest = silent.empty() || *here.begin() < *silent.begin();
   if (2 * alive < perhaps || (2 * alive == perhaps && !has_lowest)) {
     send_away();
-    throw CommError(fmt::format(
+    throw CommError(
         "rank {} cannot continue: rank{} {} did not answer, but may be alive, and may continue without it",
-        group_.rank, silent.size() == 1 ? "" : "s", fmt::join(silent, ", ")));
+        group_.rank, silent.size() == 1 ? "" : "s", fmt::join(silent, ", "));
   }
   here.erase(group_.rank);
   NextGroup survivors{.ranks = {group_.rank}, .name = random_secret()};

@@ -339,14 +339,14 @@ std::string address_of_interface(const std::string& name) {
     if (i.name == name) return i.address;
     if (names.find(i.name) == std::string::npos) names += (names.empty() ? "" : ", ") + i.name;
   }
-  throw BadInput(fmt::format("no network interface '{}' with an address; there are {}", name, names));
+  throw BadInput("no network interface '{}' with an address; there are {}", name, names);
 }
 
 void check_interface(const std::string& what, const std::string& name) {
   try {
     address_of_interface(name);
   } catch (const BadInput& error) {
-    throw BadInput(fmt::format("{}: {}", what, error.what()));
+    throw BadInput("{}: {}", what, error.what());
   }
 }
 

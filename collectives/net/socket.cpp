@@ -258,8 +258,8 @@ uint32_t take(std::string_view bytes, size_t at) {
 
 int number_in(std::string_view key, const std::string& value, int least, int most) {
   if (const auto number = parse_number(value, least, most)) return *number;
-  throw CommError(fmt::format("a control message has {}='{}', which must be a number from {} to {}", key,
-                              value, least, most));
+  throw CommError("a control message has {}='{}', which must be a number from {} to {}", key, value, least,
+                  most);
 }
 
 }  // namespace
@@ -276,7 +276,7 @@ Message& Message::add(std::string_view key, int64_t value) {
 const std::string& Message::text(std::string_view key) const {
   const auto found =
       std::find_if(fields_.begin(), fields_.end(), [&](const auto& field) { return field.first == key; });
-  if (found == fields_.end()) throw CommError(fmt::format("a control message lacks '{}'", key));
+  if (found == fields_.end()) throw CommError("a control message lacks '{}'", key);
   return found->second;
 }
 

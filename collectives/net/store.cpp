@@ -165,9 +165,9 @@ std::string StoreClient::get(const std::string& key, SteadyClock::time_point dea
   try {
     return request({Op::get, 0, key, ""}, deadline).value;
   } catch (const CommError& error) {
-    if (SteadyClock::now() < deadline) throw CommError(fmt::format("{}: {}", what, error.what()));
+    if (SteadyClock::now() < deadline) throw CommError("{}: {}", what, error.what());
     auto waited = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - start).count();
-    throw CommError(fmt::format("{}: nothing after {} ms", what, waited));
+    throw CommError("{}: nothing after {} ms", what, waited);
   }
 }
 
@@ -178,7 +178,7 @@ std::string StoreClient::look(const std::string& key) {
 int64_t StoreClient::add(const std::string& key) {
   const std::string text = request({Op::add, 0, key, ""}, SteadyClock::now() + kPromptly).value;
   if (const auto count = parse_number<int64_t>(text)) return *count;
-  throw CommError(fmt::format("the store's count of {} is '{}'", key, text));
+  throw CommError("the store's count of {} is '{}'", key, text);
 }
 
 void StoreClient::drop(const std::string& key) {
@@ -277,8 +277,8 @@ std::string read_rendezvous_file(const std::string& path) {
   struct stat status {};
   if (stat(path.c_str(), &status) != 0) return "";
   if (!S_ISREG(status.st_mode)) {
-    throw BadInput(fmt::format("rendezvous file://{0}: {0} is {1}; name a regular file, or a new one", path,
-                               kind_of_file(status.st_mode)));
+    throw BadInput("rendezvous file://{0}: {0} is {1}; name a regular file, or a new one", path,
+                   kind_of_file(status.st_mode));
   }
   try {
     return read_regular_file(path);
@@ -336,9 +336,9 @@ std::string path_of_rendezvous(const std::string& rendezvous) {
   const std::string path = rendezvous.substr(std::string("file://").size());
   if (path.starts_with("/")) return path;
   throw BadInput(
-      fmt::format("rendezvous '{}': '{}' is not an absolute path, which file:// needs; give file:///path, "
-                  "here file://{}",
-                  rendezvous, path, std::filesystem::absolute(path).string()));
+      "rendezvous '{}': '{}' is not an absolute path, which file:// needs; give file:///path, "
+      "here file://{}",
+      rendezvous, path, std::filesystem::absolute(path).string());
 }
 
 Endpoint endpoint_of_rendezvous(const std::string& rendezvous) {

@@ -276,10 +276,10 @@ class StoreKeys {
     const size_t bytes = content + kOverhead;
     size_t& of_rank = bytes_of_[static_cast<size_t>(rank)];
     if (of_rank + bytes > limits_.key_bytes_of_rank || bytes_ + bytes > limits_.key_bytes) {
-      throw OverStoreLimit(fmt::format(
+      throw OverStoreLimit(
           "leaves more with rank 0 than it has room for: {} bytes in addition to its {} bytes and "
           "the {} bytes of all ranks",
-          bytes, of_rank, bytes_));
+          bytes, of_rank, bytes_);
     }
     of_rank += bytes;
     bytes_ += bytes;

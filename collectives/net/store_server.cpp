@@ -345,7 +345,7 @@ class StoreServer::Loop {
     const auto its =
         std::count_if(list.begin(), list.end(), [&](const Waiting& w) { return w.peer->rank == peer.rank; });
     if (static_cast<size_t>(its) >= limits_.unanswered_of_rank) {
-      throw OverStoreLimit(fmt::format("waits for the answers to {} requests at once", its));
+      throw OverStoreLimit("waits for the answers to {} requests at once", its);
     }
     list.push_back({&peer, frame.id, frame.key});
   }

@@ -370,7 +370,7 @@ void Compiler::must_precede(int kernel, int exchange) {
 }
 
 void Compiler::refuse(const std::string& why) const {
-  throw BadInput(fmt::format("{}: the schedule {}", plan_.options.what, why));
+  throw BadInput("{}: the schedule {}", plan_.options.what, why);
 }
 
 }  // namespace

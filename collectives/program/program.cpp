@@ -175,12 +175,11 @@ namespace {
 bool library_serves(Transport& transport, const Schedule& schedule, const Program::Options& options) {
   if (schedule.kind != ScheduleKind::nccl || transport.world() == 1) return false;
   if (!options.wire->exact) {
-    throw BadInput(
-        fmt::format("{}: schedule=nccl adds FP32, not {}; use wire format fp32, or another schedule",
-                    options.what, options.wire->name));
+    throw BadInput("{}: schedule=nccl adds FP32, not {}; use wire format fp32, or another schedule",
+                   options.what, options.wire->name);
   }
   if (const std::string obstacle = transport.native_allreduce_obstacle(); !obstacle.empty())
-    throw BadInput(fmt::format("{}: schedule=nccl: {}", options.what, obstacle));
+    throw BadInput("{}: schedule=nccl: {}", options.what, obstacle);
   return true;
 }
 
@@ -205,14 +204,14 @@ ProgramPlan::ProgramPlan(Transport& t, const Schedule& s, const ProgramBuffers& 
       ranges(chunk_ranges(schedule, count, shards, options.wire->granularity)),
       call(describe()) {
   if (schedule.world != transport.world()) {
-    throw BadInput(fmt::format("{}: a schedule for {} ranks on a transport of {}", options.what,
-                               schedule.world, transport.world()));
+    throw BadInput("{}: a schedule for {} ranks on a transport of {}", options.what, schedule.world,
+                   transport.world());
   }
   if (options.wire->registered && transport.device().is_cuda()) {
     throw BadInput(
-        fmt::format("{}: wire format '{}' was registered with callbacks for the host, and the "
-                    "communicator is on {}",
-                    options.what, options.wire->name, transport.device().name()));
+        "{}: wire format '{}' was registered with callbacks for the host, and the "
+        "communicator is on {}",
+        options.what, options.wire->name, transport.device().name());
   }
 }
 

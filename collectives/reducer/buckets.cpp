@@ -17,12 +17,12 @@ std::pair<int64_t, int64_t> matrix_of(const GradientTensor& tensor) {
 
 GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes) {
   if (alignment < 1)
-    throw BadInput(fmt::format("ReducerOptions::alignment is {}; it must be at least 1 element", alignment));
+    throw BadInput("ReducerOptions::alignment is {}; it must be at least 1 element", alignment);
   GradientLayout layout;
   for (int i = 0; i < static_cast<int>(tensors.size()); ++i) {
     const GradientTensor& tensor = tensors[i];
     if (std::any_of(tensor.shape.begin(), tensor.shape.end(), [](int64_t extent) { return extent < 0; })) {
-      throw BadInput(fmt::format("gradient '{}' has a negative extent", tensor.name));
+      throw BadInput("gradient '{}' has a negative extent", tensor.name);
     }
     if (layout.buckets.empty() || layout.buckets.back().elements() * 4 >= bucket_bytes) {
       layout.buckets.push_back({.first_tensor = i, .begin = layout.elements});

@@ -21,9 +21,8 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
   for (const GradientTensor& tensor : tensors_) {
     const bool half = tensor.dtype == DType::bf16 || tensor.dtype == DType::f16;
     if (tensor.dtype == DType::f32 || (half && !options_.own_gradients)) continue;
-    throw Error(
-        fmt::format("Reducer: gradients of {}, of '{}', must be F32, or BF16 or F16 if they are adopted",
-                    gradwire::name(tensor.dtype), tensor.name));
+    throw Error("Reducer: gradients of {}, of '{}', must be F32, or BF16 or F16 if they are adopted",
+                gradwire::name(tensor.dtype), tensor.name);
   }
   ready_.assign(tensors_.size(), false);
   // Dion computes a step from the mean gradient, even if that is the rank's own.
@@ -192,17 +191,15 @@ std::vector<ElementRange> Reducer::owned() const {
 void Reducer::adopt(std::span<void* const> gradients) {
   std::lock_guard lock(mutex_);
   if (gradients.size() != tensors_.size()) {
-    throw BadInput(
-        fmt::format("Reducer::adopt: {} addresses for {} tensors", gradients.size(), tensors_.size()));
+    throw BadInput("Reducer::adopt: {} addresses for {} tensors", gradients.size(), tensors_.size());
   }
   for (size_t i = 0; i < tensors_.size(); ++i) {
     const std::string& name = tensors_[i].name;
     if (ready_[i]) {
-      throw BadInput(
-          fmt::format("Reducer::adopt in the middle of a step: '{}' is ready; call wait() first", name));
+      throw BadInput("Reducer::adopt in the middle of a step: '{}' is ready; call wait() first", name);
     }
     if (gradients[i] == nullptr && tensors_[i].count() > 0) {
-      throw BadInput(fmt::format("Reducer::adopt: the address of gradient '{}' is null", name));
+      throw BadInput("Reducer::adopt: the address of gradient '{}' is null", name);
     }
   }
   adopted_.assign(gradients.begin(), gradients.end());

@@ -48,8 +48,7 @@ const StepMarks& Reducer::marks_of(int64_t step) const {
   // A graph's marks are stored with the step in which it was captured.
   auto found = std::find_if(marks_.begin(), marks_.end(), [&](const StepMarks& m) { return m.step == step; });
   if (step < first_step_ || step >= step_ || found == marks_.end()) {
-    throw BadInput(
-        fmt::format("Reducer::stats: step {} is not one of the last {} of {}", step, kStatsKept, step_));
+    throw BadInput("Reducer::stats: step {} is not one of the last {} of {}", step, kStatsKept, step_);
   }
   return *found;
 }
@@ -70,10 +69,10 @@ std::vector<TensorState> Reducer::tensor_state() const {
     }
     for (TensorState& s : b.codec->tensor_state()) {
       if (s.tensor < b.first_tensor || s.tensor >= b.last_tensor || s.kind == kResidualKind) {
-        throw Error(fmt::format(
+        throw Error(
             "a codec has state '{}' of tensor {}, but the tensor is not in its bucket or the name is "
             "reserved for the residual",
-            s.kind, s.tensor));
+            s.kind, s.tensor);
       }
       all.push_back(std::move(s));
     }

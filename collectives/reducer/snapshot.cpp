@@ -76,13 +76,12 @@ bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int 
     });
     if (to != states.end()) {
       if (static_cast<size_t>(to->bytes()) != entry.bytes) {
-        throw Error(fmt::format("ReducerSnapshot::restore: '{}' of tensor {} has {} bytes, the snapshot {}",
-                                entry.kind, entry.tensor, to->bytes(), entry.bytes));
+        throw Error("ReducerSnapshot::restore: '{}' of tensor {} has {} bytes, the snapshot {}", entry.kind,
+                    entry.tensor, to->bytes(), entry.bytes);
       }
       to->write(stream, 0, {from, entry.bytes});
     } else if (into == Into::same_codec && world_ == world) {
-      throw Error(
-          fmt::format("ReducerSnapshot::restore: no place for '{}' of tensor {}", entry.kind, entry.tensor));
+      throw Error("ReducerSnapshot::restore: no place for '{}' of tensor {}", entry.kind, entry.tensor);
     } else if (entry.kind == kResidualKind) {
       if (rest == nullptr) {
         rest = reducer.gradients().as<float>();

@@ -14,10 +14,10 @@ namespace gradwire {
 void Reducer::ready(int i, const Stream& producer) {
   std::lock_guard lock(mutex_);
   if (i < 0 || i >= static_cast<int>(tensors_.size())) {
-    throw BadInput(fmt::format("Reducer::ready: tensor {} of {}", i, tensors_.size()));
+    throw BadInput("Reducer::ready: tensor {} of {}", i, tensors_.size());
   }
   if (ready_[i]) {
-    throw BadInput(fmt::format("gradient '{}' was marked ready twice in one step", tensors_[i].name));
+    throw BadInput("gradient '{}' was marked ready twice in one step", tensors_[i].name);
   }
   if (!options_.own_gradients && adopted_.empty()) {
     throw BadInput("Reducer::ready: no gradients; call adopt() first, because own_gradients is off");
@@ -44,9 +44,9 @@ void Reducer::launch_in(std::vector<int> order) {
   std::vector<int> all(buckets_.size());
   std::iota(all.begin(), all.end(), 0);
   if (!idle || sorted != all) {
-    throw BadInput(fmt::format("Reducer::launch_in: {}",
-                               !idle ? "only between steps, or when every gradient of a step is ready"
-                                     : fmt::format("not a permutation of {} buckets", all.size())));
+    throw BadInput("Reducer::launch_in: {}",
+                   !idle ? "only between steps, or when every gradient of a step is ready"
+                         : fmt::format("not a permutation of {} buckets", all.size()));
   }
   order_ = std::move(order);
   if (launched_ > 0) launched_ = static_cast<int>(order_.size());
@@ -126,14 +126,13 @@ int64_t Reducer::period() const {
 void Reducer::replayed(int64_t captured) {
   std::lock_guard lock(mutex_);
   if (captured < first_step_ || captured >= step_ || captured < steady_from()) {
-    throw BadInput(fmt::format(
+    throw BadInput(
         "Reducer::replayed: step {} cannot have been captured: steps are steady from {}, and the next is {}",
-        captured, steady_from(), step_));
+        captured, steady_from(), step_);
   }
   if ((step_ - captured) % period() != 0) {
-    throw BadInput(
-        fmt::format("Reducer::replayed: step {} cannot replace step {}: steps repeat every {} steps",
-                    captured, step_, period()));
+    throw BadInput("Reducer::replayed: step {} cannot replace step {}: steps repeat every {} steps", captured,
+                   step_, period());
   }
   marks_[captured % kStatsKept].step = step_;
   ++step_;
@@ -141,7 +140,7 @@ void Reducer::replayed(int64_t captured) {
 
 void Reducer::resume_at(int64_t steps) {
   std::lock_guard lock(mutex_);
-  if (steps < 0) throw BadInput(fmt::format("Reducer::resume_at: {} steps", steps));
+  if (steps < 0) throw BadInput("Reducer::resume_at: {} steps", steps);
   step_ = first_step_ = steps;
   if (buckets_.empty()) return;
   uint64_t value = static_cast<uint64_t>(steps);

@@ -104,8 +104,8 @@ Schedule enter_nodes_once(int nodes, int per_node, int root) {
 }  // namespace
 
 Schedule broadcast(ScheduleKind kind, int world, int root, Topology topology) {
-  if (world < 1) throw BadInput(fmt::format("a schedule needs at least 1 rank, got {}", world));
-  if (root < 0 || root >= world) throw BadInput(fmt::format("root is {} in a world of {}", root, world));
+  if (world < 1) throw BadInput("a schedule needs at least 1 rank, got {}", world);
+  if (root < 0 || root >= world) throw BadInput("root is {} in a world of {}", root, world);
   switch (kind) {
     case ScheduleKind::ring:
       return chain(world, root);
@@ -117,8 +117,7 @@ Schedule broadcast(ScheduleKind kind, int world, int root, Topology topology) {
     }
     case ScheduleKind::tree:
     case ScheduleKind::nccl:
-      throw BadInput(fmt::format("schedule={} has no broadcast; use schedule=ring, two_shot or hierarchical",
-                                 name(kind)));
+      throw BadInput("schedule={} has no broadcast; use schedule=ring, two_shot or hierarchical", name(kind));
     case ScheduleKind::automatic:
       break;
   }

@@ -31,20 +31,17 @@ namespace {
 // Throws BadInput for arguments of hierarchical() that do not give a schedule.
 void check_arguments(int nodes, int per_node, ScheduleKind between) {
   if (nodes < 1 || per_node < 1) {
-    throw BadInput(fmt::format("a hierarchical schedule needs at least 1 node of 1 rank, got {} of {}", nodes,
-                               per_node));
+    throw BadInput("a hierarchical schedule needs at least 1 node of 1 rank, got {} of {}", nodes, per_node);
   }
   if (between != ScheduleKind::two_shot && between != ScheduleKind::ring) {
-    throw BadInput(
-        fmt::format("between nodes a hierarchical schedule runs two_shot or ring, not {}", name(between)));
+    throw BadInput("between nodes a hierarchical schedule runs two_shot or ring, not {}", name(between));
   }
   const bool direct = between == ScheduleKind::two_shot;
   const int most_inputs = per_node - 1 + (nodes == 1 ? 0 : direct ? nodes - 1 : 1);
   if (most_inputs <= kMaxInputs) return;
-  throw BadInput(
-      fmt::format("{} nodes of {} ranks would add {} messages at once, more than {}; use {}", nodes, per_node,
-                  most_inputs, kMaxInputs,
-                  direct && per_node <= kMaxInputs ? "a ring between the nodes" : "schedule=ring"));
+  throw BadInput("{} nodes of {} ranks would add {} messages at once, more than {}; use {}", nodes, per_node,
+                 most_inputs, kMaxInputs,
+                 direct && per_node <= kMaxInputs ? "a ring between the nodes" : "schedule=ring");
 }
 
 // Adds the reduce-scatter inside the node to round `first`, and the all-gather to round `last`.

@@ -29,7 +29,7 @@ const std::vector<ScheduleKind>& all_schedules() {
 namespace detail {
 
 Schedule outline(ScheduleKind kind, int world, std::vector<int32_t> owner) {
-  if (world < 1) throw BadInput(fmt::format("a schedule needs at least 1 rank, got {}", world));
+  if (world < 1) throw BadInput("a schedule needs at least 1 rank, got {}", world);
   Schedule s;
   s.kind = kind;
   s.world = world;
@@ -69,8 +69,8 @@ namespace {
 // Returns the transfers of an allreduce whose receiving step is of kind `receive`.
 Schedule half(const Schedule& allreduce, Collective collective, Step::Kind receive) {
   if (allreduce.collective != Collective::allreduce) {
-    throw BadInput(fmt::format("cannot take the {} half of a {}; give an allreduce", name(collective),
-                               name(allreduce.collective)));
+    throw BadInput("cannot take the {} half of a {}; give an allreduce", name(collective),
+                   name(allreduce.collective));
   }
   Schedule s = allreduce;
   s.collective = collective;
@@ -111,7 +111,7 @@ Schedule all_gather(const Schedule& allreduce) {
 }
 
 Schedule pipelined(const Schedule& schedule, int slices) {
-  if (slices < 1) throw BadInput(fmt::format("a pipelined schedule needs at least 1 slice, got {}", slices));
+  if (slices < 1) throw BadInput("a pipelined schedule needs at least 1 slice, got {}", slices);
   Schedule s = schedule;
   if (slices == 1) return s;
   s.chunks *= slices;
@@ -149,23 +149,23 @@ std::vector<ChunkRange> chunk_ranges(const Schedule& schedule, int64_t count, co
     return ranges;
   }
   if (std::ssize(shards) != schedule.world) {
-    throw BadInput(fmt::format("{} shards for {} ranks", shards.size(), schedule.world));
+    throw BadInput("{} shards for {} ranks", shards.size(), schedule.world);
   }
   std::vector<int> owned(shards.size()), placed(shards.size());
   for (int32_t rank : schedule.owner) ++owned[rank];
   std::vector<int64_t> begin = {0};
   for (size_t r = 0; r < shards.size(); ++r) {
-    if (shards[r] < 0) throw BadInput(fmt::format("the shard of rank {} has {} elements", r, shards[r]));
+    if (shards[r] < 0) throw BadInput("the shard of rank {} has {} elements", r, shards[r]);
     if (shards[r] > 0 && owned[r] == 0) {
       throw BadInput(
-          fmt::format("with schedule={} rank {} owns no part of a {}, and its shard has {} elements; "
-                      "use schedule=ring, two_shot or hierarchical",
-                      name(schedule.kind), r, name(schedule.collective), shards[r]));
+          "with schedule={} rank {} owns no part of a {}, and its shard has {} elements; "
+          "use schedule=ring, two_shot or hierarchical",
+          name(schedule.kind), r, name(schedule.collective), shards[r]);
     }
     begin.push_back(begin.back() + shards[r]);
   }
   if (begin.back() != count) {
-    throw BadInput(fmt::format("the shards have {} elements in all, not {}", begin.back(), count));
+    throw BadInput("the shards have {} elements in all, not {}", begin.back(), count);
   }
   for (int32_t rank : schedule.owner) {
     const ChunkRange part = chunk_range(shards[rank], owned[rank], placed[rank]++, granularity);
@@ -208,9 +208,9 @@ Topology complete(Topology t, int world) {
     auto part = [](int n, const char* unit) {
       return n == 0 ? fmt::format("equal {}", unit) : fmt::format("{} {}", n, unit);
     };
-    throw BadInput(fmt::format(
+    throw BadInput(
         "schedule=hierarchical: {} ranks are not {} of {}; use nodes of equal size or schedule=ring", world,
-        part(t.nodes, "nodes"), part(t.per_node, "ranks")));
+        part(t.nodes, "nodes"), part(t.per_node, "ranks"));
   }
   return t;
 }
@@ -226,8 +226,8 @@ Schedule nccl_allreduce(int world) {
 
 Schedule make_schedule(Collective collective, ScheduleKind kind, int world, Topology topology, int root) {
   if (kind == ScheduleKind::nccl && collective != Collective::allreduce) {
-    throw BadInput(fmt::format("schedule=nccl is NCCL's allreduce, and this is a {}; use schedule=auto",
-                               name(collective)));
+    throw BadInput("schedule=nccl is NCCL's allreduce, and this is a {}; use schedule=auto",
+                   name(collective));
   }
   switch (collective) {
     case Collective::allreduce:
@@ -249,8 +249,8 @@ void emit_schedule(ScheduleKind kind, int world, Topology topology, TransferSink
       return detail::emit_ring(world, sink);
     case ScheduleKind::two_shot:
       if (world > kMostTwoShot) {
-        throw BadInput(fmt::format("schedule=two_shot serves at most {} ranks, not {}; use schedule=ring",
-                                   kMostTwoShot, world));
+        throw BadInput("schedule=two_shot serves at most {} ranks, not {}; use schedule=ring", kMostTwoShot,
+                       world);
       }
       return detail::emit_two_shot(world, sink);
     case ScheduleKind::tree:
@@ -266,7 +266,7 @@ void emit_schedule(ScheduleKind kind, int world, Topology topology, TransferSink
     case ScheduleKind::nccl:
       break;
   }
-  throw Error(fmt::format("emit_schedule: the transfers of schedule={} are unknown", name(kind)));
+  throw Error("emit_schedule: the transfers of schedule={} are unknown", name(kind));
 }
 
 Schedule make_schedule(ScheduleKind kind, int world, Topology topology) {

@@ -20,8 +20,8 @@ namespace gradwire {
 namespace {
 
 [[noreturn]] void bad(std::string_view text, const std::string& why, bool with_grammar = false) {
-  throw BadInput(fmt::format("compression spec '{}': {}{}", text, why,
-                             with_grammar ? "; a spec is " + CompressionSpec::grammar() : ""));
+  throw BadInput("compression spec '{}': {}{}", text, why,
+                 with_grammar ? "; a spec is " + CompressionSpec::grammar() : "");
 }
 
 // Returns the words joined as "a|b|c".

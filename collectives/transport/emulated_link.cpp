@@ -71,9 +71,9 @@ EmulatedLink EmulatedLink::parse(const std::string& text) {
     const auto number = value_of(part, units);
     if (number && *number >= least && *number <= most) return *number;
     throw BadInput(
-        fmt::format("--link {}: '{}' is not {}; write RATE[,DELAY][,then=RATE@TIME], such as "
-                    "100Mbit, 1Gbit,20ms or 1Gbit,then=100Mbit@20s",
-                    text, part, what));
+        "--link {}: '{}' is not {}; write RATE[,DELAY][,then=RATE@TIME], such as "
+        "100Mbit, 1Gbit,20ms or 1Gbit,then=100Mbit@20s",
+        text, part, what);
   };
   const auto value = [&](size_t part, const auto& units, double least, double most, const char* what) {
     return checked(parts[part], units, least, most, what);

@@ -16,7 +16,7 @@ constexpr const char* kRemedy = "start one process per rank (torchrun, srun or m
 }  // namespace
 
 std::unique_ptr<Transport> Transport::split(const std::vector<int>&) {
-  throw BadInput(fmt::format("the {} transport cannot be split", name()));
+  throw BadInput("the {} transport cannot be split", name());
 }
 
 std::string Transport::native_allreduce_obstacle() {
@@ -29,19 +29,18 @@ std::string Transport::native_allreduce_obstacle() {
 
 MessagesToRankZero& require_messages(Transport& transport) {
   if (MessagesToRankZero* found = transport.messages()) return *found;
-  throw Error(fmt::format("the {} transport carries no messages; {}", transport.name(), kRemedy));
+  throw Error("the {} transport carries no messages; {}", transport.name(), kRemedy);
 }
 
 ElasticGroup& require_elastic(Transport& transport) {
   if (ElasticGroup* found = transport.elastic()) return *found;
-  throw BadInput(
-      fmt::format("the {} transport cannot continue when ranks die; {}", transport.name(), kRemedy));
+  throw BadInput("the {} transport cannot continue when ranks die; {}", transport.name(), kRemedy);
 }
 
 Admission& require_admission(Transport& transport) {
   if (Admission* found = transport.admission()) return *found;
-  throw BadInput(fmt::format("no new ranks can join over the {} transport; {}", transport.name(),
-                             "use processes on the host (transport tcp)"));
+  throw BadInput("no new ranks can join over the {} transport; {}", transport.name(),
+                 "use processes on the host (transport tcp)");
 }
 
 using std::chrono::milliseconds;
@@ -58,9 +57,9 @@ void require_regroupable(bool shrinkable, bool has_quorum) {
 void require_contact(int rank, int other, const std::string& contact) {
   if (!contact.empty()) return;
   throw CommError(
-      fmt::format("rank {} continues without ranks that fail, rank {} does not: gw_comm_options.shrinkable "
-                  "must be the same on every rank",
-                  rank, other));
+      "rank {} continues without ranks that fail, rank {} does not: gw_comm_options.shrinkable "
+      "must be the same on every rank",
+      rank, other);
 }
 
 std::unique_ptr<Transport> regroup_survivors(Quorum& quorum, const GroupOptions& failed,

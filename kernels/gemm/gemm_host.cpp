@@ -39,9 +39,9 @@ void run(const Product& p) {
                           p.beta, p.c, p.ldc)) {
     return;
   }
-  throw OutOfResources(fmt::format(
+  throw OutOfResources(
       "OpenBLAS needs 128 MiB of address space for each of up to {} threads that multiply matrices: {}",
-      host_threads(), no_memory_text()));
+      host_threads(), no_memory_text());
 }
 
 void run_small(const Product& p) {

@@ -16,8 +16,8 @@ MatrixTable::MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> mat
   for (MatrixDescriptor& d : host_) {
     int32_t most = std::min({d.rows, d.cols, static_cast<int32_t>(kMaxPowerSgdRank)});
     if (d.rank < 1 || d.rank > most) {
-      throw BadInput(fmt::format("PowerSGD: rank {} for a {} x {} matrix; it must be from 1 to {}", d.rank,
-                                 d.rows, d.cols, most));
+      throw BadInput("PowerSGD: rank {} for a {} x {} matrix; it must be from 1 to {}", d.rank, d.rows,
+                     d.cols, most);
     }
     elements_ += int64_t{d.rows} * d.cols;
     p_elements_ += int64_t{d.rows} * d.rank;

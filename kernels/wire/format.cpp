@@ -274,7 +274,7 @@ Wire wire_format(std::string_view spec) {
     for (const FormatOption& option : variant->choices()) {
       if (option.key == item.substr(0, equals)) set = option.set(item.substr(equals + 1));
     }
-    if (!set) throw Error(fmt::format("wire_format: bad option '{}' in '{}'", item, spec));
+    if (!set) throw Error("wire_format: bad option '{}' in '{}'", item, spec);
   }
   return intern_wire_format(*variant);
 }

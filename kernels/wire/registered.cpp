@@ -124,9 +124,8 @@ class RegisteredFormat final : public WireFormat {
   // Throws unless a format of this name may be registered again with these sizes.
   void require_sizes(int64_t block, int64_t block_bytes) const {
     if (block == block_ && block_bytes == block_bytes_) return;
-    throw BadInput(
-        fmt::format("wire format '{}' is registered with {}, which cannot become {}; choose another name",
-                    name, sizes(block_, block_bytes_), sizes(block, block_bytes)));
+    throw BadInput("wire format '{}' is registered with {}, which cannot become {}; choose another name",
+                   name, sizes(block_, block_bytes_), sizes(block, block_bytes));
   }
   // Replaces the callbacks, which are not part of a format's identity.
   void use(const FormatCallbacks& callbacks) const {
@@ -143,9 +142,9 @@ class RegisteredFormat final : public WireFormat {
   void enqueue(const Stream& stream, const Op& op) const {
     if (!stream.device().is_host()) {
       throw BadInput(
-          fmt::format("wire format '{}' was registered with callbacks for the host, and the stream "
-                      "is on {}",
-                      name, stream.device().name()));
+          "wire format '{}' was registered with callbacks for the host, and the stream "
+          "is on {}",
+          name, stream.device().name());
     }
     stream.submit(op);
   }
@@ -166,12 +165,12 @@ class RegisteredFormat final : public WireFormat {
   void call(const char* which, const GuardedBytes& out, const Callback& callback) const {
     const Running running;
     const char* problem = callback(callbacks());
-    if (problem != nullptr) throw CommError(fmt::format("wire format '{}': {}: {}", name, which, problem));
+    if (problem != nullptr) throw CommError("wire format '{}': {}: {}", name, which, problem);
     if (!out.intact()) {
       throw CommError(
-          fmt::format("wire format '{}': {} wrote outside of the memory that it was given; it is "
-                      "registered with {}",
-                      name, which, sizes(block_, block_bytes_)));
+          "wire format '{}': {} wrote outside of the memory that it was given; it is "
+          "registered with {}",
+          name, which, sizes(block_, block_bytes_));
     }
   }
   // Encodes (blocks, block) values; the returned bytes are valid until the next call of encoded().
@@ -253,8 +252,8 @@ void require_all_written(const std::string& callback, const std::array<std::vect
     bool kept = true;
     for (size_t k = 0; k < kFills.size(); ++k) kept &= results[k][at] == kFills[k];
     if (!kept) continue;
-    throw CommError(fmt::format("{} of {} blocks does not write {} {} of {}", callback, kTrialBlocks,
-                                unit_name, at / unit, results[0].size() / unit));
+    throw CommError("{} of {} blocks does not write {} {} of {}", callback, kTrialBlocks, unit_name,
+                    at / unit, results[0].size() / unit);
   }
 }
 
@@ -297,20 +296,18 @@ bool in_format_callback() {
 void register_wire_format(const std::string& name, int64_t block, int64_t bytes,
                           const FormatCallbacks& callbacks) {
   if (!is_name(name)) {
-    throw BadInput(
-        fmt::format("wire format '{}': a name has 1 to 64 letters, digits and '_', and nothing else", name));
+    throw BadInput("wire format '{}': a name has 1 to 64 letters, digits and '_', and nothing else", name);
   }
   const auto check = [&](const char* what, int64_t value, int64_t most, const char* unit) {
     if (value < 1 || value > most) {
-      throw BadInput(
-          fmt::format("wire format '{}': {} is {}, must be 1 to {} {}", name, what, value, most, unit));
+      throw BadInput("wire format '{}': {} is {}, must be 1 to {} {}", name, what, value, most, unit);
     }
   };
   check("block", block, kMaxRegisteredBlock, "values");
   check("bytes", bytes, kMaxRegisteredBytes, "bytes of a block");
   if (const Wire taken = find_wire_format(name)) {
     if (!taken->registered) {
-      throw BadInput(fmt::format("wire format '{}' is one of Gradwire's own; choose another name", name));
+      throw BadInput("wire format '{}' is one of Gradwire's own; choose another name", name);
     }
     dynamic_cast<const RegisteredFormat&>(*taken).require_sizes(block, bytes);
   }

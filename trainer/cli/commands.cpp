@@ -77,7 +77,7 @@ class LogReader {
   double idle_s() const { return std::difftime(std::time(nullptr), written_); }
 
  private:
-  [[noreturn]] void fail(const std::string& why) const { throw BadInput(fmt::format("{}: {}", path_, why)); }
+  [[noreturn]] void fail(const std::string& why) const { throw BadInput("{}: {}", path_, why); }
 
   const std::string path_;
   off_t read_ = 0;
@@ -144,9 +144,9 @@ std::string path_of_program(const char* name) {
     if (fs::exists(path)) return path.lexically_normal().string();
   }
   throw Error(
-      fmt::format("{} was not found, because gradwire is in {}; start gradwire from build/bin of its "
-                  "sources, or from bin of a bundle",
-                  name, here.string()));
+      "{} was not found, because gradwire is in {}; start gradwire from build/bin of its "
+      "sources, or from bin of a bundle",
+      name, here.string());
 }
 
 // Runs a program of trainer/report to its end, with GRADWIRE_PYTHON or the system's Python. Debian's Python
@@ -167,16 +167,16 @@ ProgramResult run_program(const char* name, const std::vector<std::string>& argu
   try {
     child.emplace(words, ChildProcess::Descriptors{{output.fd(), STDOUT_FILENO}});
   } catch (const ChildProcess::NotStarted& error) {
-    throw Error(fmt::format("{}; install python3, or name a Python in GRADWIRE_PYTHON", error.what()));
+    throw Error("{}; install python3, or name a Python in GRADWIRE_PYTHON", error.what());
   }
   const ChildProcess::End& end = child->wait();
   const std::string text = read_from_start(output.fd(), "a file in memory");
   const size_t first = text.find(kMark), last = text.rfind(kMark);
   if (end.signal != 0 || first == last) {
-    throw Error(fmt::format(
+    throw Error(
         "{}: {} {} before all output was written; GRADWIRE_PYTHON must name a Python 3, or a script that "
         "passes its arguments on to one",
-        name, child->program(), end.text));
+        name, child->program(), end.text);
   }
   return {end.code, text.substr(first + kMark.size(), last - first - kMark.size())};
 }
@@ -198,7 +198,7 @@ int write_report(const FileOptions& options) {
 int export_events(const FileOptions& options) {
   for (const std::string& log : options.files) open_regular_file(log);
   if (fs::exists(options.tensorboard) && !fs::is_directory(options.tensorboard)) {
-    throw BadInput(fmt::format("--tensorboard {}: not a folder", options.tensorboard));
+    throw BadInput("--tensorboard {}: not a folder", options.tensorboard);
   }
   std::vector<std::string> arguments{options.tensorboard};
   arguments.insert(arguments.end(), options.files.begin(), options.files.end());

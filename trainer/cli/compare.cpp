@@ -236,15 +236,15 @@ std::vector<std::string> compared_specs(const RunOptions& options) {
   for (const std::string& text : options.specs) {
     if (text == kShelf) continue;
     if (AutoCompression::is_request(text)) {
-      throw BadInput(fmt::format(
-          "--compression {}: compare needs specs; name them, or use gradwire train, which chooses", text));
+      throw BadInput("--compression {}: compare needs specs; name them, or use gradwire train, which chooses",
+                     text);
     }
     if (!shelf || !has(CompressionSpec::parse(text).to_string())) all.push_back(text);
   }
   if (all.empty()) {
-    throw BadInput(fmt::format(
+    throw BadInput(
         "compare needs --compression SPEC, once for each run, or --compression {}; see gradwire --help",
-        kShelf));
+        kShelf);
   }
   return all;
 }
@@ -258,10 +258,10 @@ void compare(const RunOptions& given) {
   std::vector<PlannedRun> runs = plan_runs(run, options.seeds);
   const bool prints = leads(options);
   if (prints && !options.trace.empty() && !OutputFile::would_be_regular(options.trace)) {
-    throw BadInput(fmt::format(
+    throw BadInput(
         "--trace {}: not a regular file; compare writes a trace of each run next to this name, so name a "
         "regular file; it need not exist",
-        options.trace));
+        options.trace);
   }
   if (prints && !options.json.empty()) {
     if (OutputFile::would_be_regular(options.json)) {

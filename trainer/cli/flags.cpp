@@ -209,8 +209,7 @@ std::optional<double> take_number(std::string& text, const std::string& key, dou
   if (at == std::string::npos) return std::nullopt;
   const size_t begin = at + key.size() + 2, end = std::min(text.find(',', begin), text.size());
   const auto value = parse_number(std::string_view(text).substr(begin, end - begin), 0.0, most);
-  if (!value)
-    throw BadInput(fmt::format("--optimizer {}: {}= is not a number from 0 to {:g}", text, key, most));
+  if (!value) throw BadInput("--optimizer {}: {}= is not a number from 0 to {:g}", text, key, most);
   const bool others = end < text.size();
   text = text.substr(0, at) + (others ? text[at] + text.substr(end + 1) : "");
   return value;
@@ -221,9 +220,9 @@ std::optional<double> take_number(std::string& text, const std::string& key, dou
 CompressionSpec with_dion(const CompressionSpec& codec, CompressionSpec wire) {
   if (wire.method != CompressionSpec::Method::wire || wire.policy != ResidualPolicy()) {
     throw BadInput(
-        fmt::format("--optimizer dion: its factors need a wire format with plain error feedback, not "
-                    "--compression {}; use a format such as int8",
-                    wire.to_string()));
+        "--optimizer dion: its factors need a wire format with plain error feedback, not "
+        "--compression {}; use a format such as int8",
+        wire.to_string());
   }
   wire.method = codec.method, wire.rank = codec.rank, wire.mu = codec.mu, wire.orth = codec.orth;
   for (const char* name : kOuterMatrices) wire.dense.emplace_back(name);
@@ -271,9 +270,9 @@ void check_muon(const TrainConfig& config) {
                      : config.overlap_forward ? "--overlap-forward"
                                               : nullptr;
   if (!config.muon || flag == nullptr) return;
-  throw BadInput(fmt::format(
+  throw BadInput(
       "--optimizer muon needs whole matrices on every rank at the end of the step; drop {}, or use dion",
-      flag));
+      flag);
 }
 
 namespace {

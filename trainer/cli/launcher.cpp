@@ -60,8 +60,7 @@ constexpr int kDefaultPort = 29500;
 
 int parse(const std::string& variable, std::string_view text) {
   if (const auto value = parse_number(text, 0)) return *value;
-  throw BadInput(
-      fmt::format("{}='{}' in the environment is not a non-negative integer; unset it", variable, text));
+  throw BadInput("{}='{}' in the environment is not a non-negative integer; unset it", variable, text);
 }
 
 std::string value_of(const Lookup& lookup, const char* variable) {
@@ -94,16 +93,15 @@ std::string tcp(std::string host, int port) {
 int master_port(const Lookup& lookup) {
   const std::string text = value_of(lookup, "MASTER_PORT");
   if (text.find("://") != std::string::npos) {
-    throw BadInput(fmt::format(
+    throw BadInput(
         "MASTER_PORT={} in the environment is not a port; Kubernetes sets the variable for a service named "
         "'master'. Set MASTER_PORT to a free port on rank 0's machine, or give the pod enableServiceLinks: "
         "false",
-        text));
+        text);
   }
   const int port = text.empty() ? 0 : parse("MASTER_PORT", text);
   if (!text.empty() && (port < 1 || port > 65535)) {
-    throw BadInput(
-        fmt::format("MASTER_PORT={} in the environment is not a port; set it to 1 .. 65535", text));
+    throw BadInput("MASTER_PORT={} in the environment is not a port; set it to 1 .. 65535", text);
   }
   return port;
 }
@@ -200,8 +198,8 @@ Launch read(const Variables& v, const Lookup& lookup) {
   launch.variables = fmt::format("{}={}", v.world, world);
   launch.world = parse(v.world, world);
   if (rank.empty() && launch.world > 1) {
-    throw BadInput(fmt::format("{} is set in the environment, but not {}; set {} to this process's rank",
-                               launch.variables, v.rank, v.rank));
+    throw BadInput("{} is set in the environment, but not {}; set {} to this process's rank",
+                   launch.variables, v.rank, v.rank);
   }
   if (!rank.empty()) {
     launch.rank = parse(v.rank, rank);
@@ -212,15 +210,14 @@ Launch read(const Variables& v, const Lookup& lookup) {
   }
   if (launch.world < 1 || launch.rank >= launch.world) {
     const bool parts = v.kind == LauncherKind::slurm && !value_of(lookup, "SLURM_HET_SIZE").empty();
-    throw BadInput(
-        fmt::format("the environment is inconsistent: {} ({}); ranks are 0 .. world - 1{}", launch.variables,
-                    launch.launcher,
-                    parts ? ". Slurm counts the tasks of each part of a heterogeneous job: set RANK to "
-                            "SLURM_PROCID, WORLD_SIZE to the number of all, and MASTER_ADDR to rank 0's node"
-                          : ""));
+    throw BadInput("the environment is inconsistent: {} ({}); ranks are 0 .. world - 1{}", launch.variables,
+                   launch.launcher,
+                   parts ? ". Slurm counts the tasks of each part of a heterogeneous job: set RANK to "
+                           "SLURM_PROCID, WORLD_SIZE to the number of all, and MASTER_ADDR to rank 0's node"
+                         : "");
   }
   if (launch.world > kMostRanks) {
-    throw BadInput(fmt::format("{} ({}): at most {} ranks", launch.variables, launch.launcher, kMostRanks));
+    throw BadInput("{} ({}): at most {} ranks", launch.variables, launch.launcher, kMostRanks);
   }
   const std::string local_rank = value_of(lookup, v.local_rank),
                     local_world = value_of(lookup, v.local_world);
@@ -229,10 +226,10 @@ Launch read(const Variables& v, const Lookup& lookup) {
   if (launch.local_world > 0 &&
       (launch.local_rank >= launch.local_world || launch.local_world > launch.world)) {
     throw BadInput(
-        fmt::format("the environment is inconsistent: {}={} {}={} {} ({}); ranks on a machine are 0 .. {} - "
-                    "1, and at most all",
-                    v.local_rank, local_rank, v.local_world, local_world, launch.variables, launch.launcher,
-                    v.local_world));
+        "the environment is inconsistent: {}={} {}={} {} ({}); ranks on a machine are 0 .. {} - "
+        "1, and at most all",
+        v.local_rank, local_rank, v.local_world, local_world, launch.variables, launch.launcher,
+        v.local_world);
   }
   if (launch.world > 1) {
     try {
@@ -276,21 +273,20 @@ std::optional<Launch> detect_launcher(const Lookup& lookup) {
     Launch launch = read(v, lookup);
     if (found && found->world == 1 && launch.world > 1) {
       throw BadInput(
-          fmt::format("each process would train alone: {} ({}) reports one process, but {} "
-                      "started {} ({}); {}",
-                      found->variables, found->launcher, launch.launcher, launch.world, launch.variables,
-                      found->launcher == "torchrun" ? "give torchrun all nodes (--nnodes)"
-                                                    : "unset the wrong variables"));
+          "each process would train alone: {} ({}) reports one process, but {} "
+          "started {} ({}); {}",
+          found->variables, found->launcher, launch.launcher, launch.world, launch.variables,
+          found->launcher == "torchrun" ? "give torchrun all nodes (--nnodes)" : "unset the wrong variables");
     }
     if (!found) found = launch;
   }
   for (const Variables& v : kLaunchers) {
     const std::string rank = value_of(lookup, v.rank);
     if ((found && found->world > 1) || !value_of(lookup, v.world).empty() || !parse_number(rank, 1)) continue;
-    throw BadInput(fmt::format(
+    throw BadInput(
         "each process would train alone: {}={} in the environment, but no variable has the number of ranks; "
         "set RANK to {}, WORLD_SIZE and MASTER_ADDR, or unset {}",
-        v.rank, rank, rank, v.rank));
+        v.rank, rank, rank, v.rank);
   }
   return found;
 }
@@ -300,10 +296,10 @@ std::string rendezvous_for(const Launch& launch, const std::string& rendezvous) 
   if (!launch.no_rendezvous.empty()) throw BadInput(launch.no_rendezvous);
   if (!launch.rendezvous.empty()) return launch.rendezvous;
   throw BadInput(
-      fmt::format("started by {} as one of {} processes ({}), but the rendezvous is unknown; set "
-                  "MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port there, or give "
-                  "--rendezvous tcp://HOST:PORT or file:///PATH",
-                  launch.launcher, launch.world, launch.variables));
+      "started by {} as one of {} processes ({}), but the rendezvous is unknown; set "
+      "MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port there, or give "
+      "--rendezvous tcp://HOST:PORT or file:///PATH",
+      launch.launcher, launch.world, launch.variables);
 }
 
 namespace {
@@ -338,9 +334,9 @@ std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how,
                            text.find("did not reach rank 0") != std::string::npos;
     if (!how.rendezvous.empty() || launch.assumed_from.empty() || !not_there) throw;
     throw CommError(
-        fmt::format("{}; rank 0 is assumed to be on the first node of {}: if rank 0 is on another node, set "
-                    "MASTER_ADDR to that node on every rank",
-                    text, launch.assumed_from));
+        "{}; rank 0 is assumed to be on the first node of {}: if rank 0 is on another node, set "
+        "MASTER_ADDR to that node on every rank",
+        text, launch.assumed_from);
   }
 }
 

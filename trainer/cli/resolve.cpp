@@ -39,7 +39,7 @@ VitConfig resolve_model(const RunOptions& o) {
 TrainConfig training_settings(const RunOptions& o) {
   const bool adamw = o.optimizer_text != "sgd";
   if (adamw && static_cast<float>(o.momentum) >= 1)
-    throw BadInput(fmt::format("--momentum {}: adamw's beta1 must be below 1", o.momentum));
+    throw BadInput("--momentum {}: adamw's beta1 must be below 1", o.momentum);
   TrainConfig config = o;
   config.data = DataSpec::parse(o.data_text);
   config.augment = Augmentation::parse(o.augment_text);
@@ -61,9 +61,9 @@ int resolve_ranks(const RunOptions& o, Resolved& out) {
   const int world = o.launch->world;
   if (o.rank_count > 0 && o.rank_count != world) {
     throw BadInput(
-        fmt::format("--ranks {}, but {} started {} processes ({}), and each process is one rank; omit "
-                    "--ranks, or start one process",
-                    o.rank_count, o.launch->launcher, world, o.launch->variables));
+        "--ranks {}, but {} started {} processes ({}), and each process is one rank; omit "
+        "--ranks, or start one process",
+        o.rank_count, o.launch->launcher, world, o.launch->variables);
   }
   out.config.processes = true;
   return world;
@@ -74,8 +74,8 @@ void resolve_nodes(const RunOptions& o, Resolved& out) {
   TrainConfig& config = out.config;
   const int ranks = config.ranks();
   if (o.ranks_per_node > 0 && ranks % o.ranks_per_node != 0) {
-    throw BadInput(fmt::format("--ranks-per-node {} does not divide the {} ranks into equal nodes",
-                               o.ranks_per_node, ranks));
+    throw BadInput("--ranks-per-node {} does not divide the {} ranks into equal nodes", o.ranks_per_node,
+                   ranks);
   }
   if (o.ranks_per_node == 0 && config.processes) config.ranks_here = o.launch->local_world;
   config.link.ranks_per_node = config.ranks_per_node;
@@ -93,9 +93,8 @@ int usable_gpus(const RunOptions& o, int count, int here, Resolved& out) {
   if (o.device == DeviceChoice::host) return 0;
   if (out.config.link) {
     if (o.device == DeviceChoice::cuda) {
-      throw BadInput(
-          fmt::format("--link {}: links between GPUs (--device cuda) cannot be emulated; use --device host",
-                      *o.link_text));
+      throw BadInput("--link {}: links between GPUs (--device cuda) cannot be emulated; use --device host",
+                     *o.link_text);
     }
     if (cuda_device_count() > 0) {
       out.notes.emplace_back(
@@ -117,8 +116,8 @@ int usable_gpus(const RunOptions& o, int count, int here, Resolved& out) {
   }
   if (obstacle.empty()) return gpus;
   if (required) {
-    throw BadInput(fmt::format(
-        "--device cuda: {}; or start one process with --ranks {}, or use --device host", obstacle, count));
+    throw BadInput("--device cuda: {}; or start one process with --ranks {}, or use --device host", obstacle,
+                   count);
   }
   out.notes.push_back("Note: training on the host, although the machine has a GPU: " + obstacle);
   return 0;
@@ -158,9 +157,9 @@ Wire gather_format(const RunOptions& o) {
   format.dense = spec.dense;  // `dense` is on by default below 8 bits
   if (spec.method != CompressionSpec::Method::wire || !(spec == format)) {
     throw BadInput(
-        fmt::format("--gather-weights {} must be a wire format, optionally with its options, such as fp32, "
-                    "bf16 or int8:block=64",
-                    o.gather_text));
+        "--gather-weights {} must be a wire format, optionally with its options, such as fp32, "
+        "bf16 or int8:block=64",
+        o.gather_text);
   }
   if (!o.shard_optimizer && !spec.wire->exact) {
     throw BadInput("--gather-weights needs --shard; otherwise every rank updates all weights");
@@ -213,18 +212,17 @@ void resolve_elastic(const RunOptions& o, Resolved& out) {
         "--resume");
   }
   if (config.ranks() < config.elastic.least || config.ranks() > config.elastic.most) {
-    throw BadInput(
-        fmt::format("{}: {} processes were started, which is outside the range", flag, config.ranks()));
+    throw BadInput("{}: {} processes were started, which is outside the range", flag, config.ranks());
   }
   if (config.elastic_batch == ElasticBatch::keep_global && config.micro_batch() < config.elastic.most) {
-    throw BadInput(fmt::format("{}: the {} images of a batch over all ranks cannot be divided among {} ranks",
-                               flag, config.micro_batch(), config.elastic.most));
+    throw BadInput("{}: the {} images of a batch over all ranks cannot be divided among {} ranks", flag,
+                   config.micro_batch(), config.elastic.most);
   }
   if (o.shard_optimizer && o.checkpoint_directory.empty()) {
     throw BadInput(
-        fmt::format("{} and --shard optimizer: only a checkpoint holds the optimizer's state of a lost rank; "
-                    "add --checkpoint DIR, or use --shard none",
-                    flag));
+        "{} and --shard optimizer: only a checkpoint holds the optimizer's state of a lost rank; "
+        "add --checkpoint DIR, or use --shard none",
+        flag);
   }
   if (o.overlap_forward) {
     throw BadInput(
@@ -232,9 +230,8 @@ void resolve_elastic(const RunOptions& o, Resolved& out) {
         " and --overlap-forward cannot be combined: the next step would begin before a step is complete");
   }
   if (config.compression.schedule == ScheduleKind::hierarchical) {
-    throw BadInput(
-        fmt::format("{} and --compression {}: a lost rank leaves nodes of unequal size; use schedule=auto",
-                    flag, config.compression.to_string()));
+    throw BadInput("{} and --compression {}: a lost rank leaves nodes of unequal size; use schedule=auto",
+                   flag, config.compression.to_string());
   }
 }
 
@@ -286,23 +283,23 @@ void check_policies(const Resolved& out) {
   for (const CompressionSpec& spec : out.compressions) {
     const ResidualPolicy& policy = spec.policy;
     if (policy.momentum > 0 && (config.optimizer != OptimizerKind::sgd || config.momentum != 0)) {
-      throw BadInput(fmt::format(
+      throw BadInput(
           "--compression {}: momentum={} replaces the optimizer's; add --optimizer sgd --momentum 0",
-          spec.to_string(), policy.momentum));
+          spec.to_string(), policy.momentum);
     }
     const char* const option = policy.momentum > 0 ? "momentum" : policy.max_norm > 0 ? "max_norm" : nullptr;
     if (option != nullptr && (config.ranks() == 1 || config.elastic.least == 1)) {
       throw BadInput(
-          fmt::format("--compression {}: a single rank does not compress, and so has no {}; use at least 2 "
-                      "ranks, also with --elastic, or drop {}",
-                      spec.to_string(), option, option));
+          "--compression {}: a single rank does not compress, and so has no {}; use at least 2 "
+          "ranks, also with --elastic, or drop {}",
+          spec.to_string(), option, option);
     }
     const bool whole_mean = policy.momentum > 0 || policy.feedback == ResidualPolicy::Feedback::ef21;
     if (whole_mean && config.shard_optimizer) {
-      throw BadInput(fmt::format(
+      throw BadInput(
           "--compression {}: {} needs the whole mean on every rank; use ef=on without momentum, or "
           "--shard none",
-          spec.to_string(), policy.momentum > 0 ? "momentum" : "ef=ef21"));
+          spec.to_string(), policy.momentum > 0 ? "momentum" : "ef=ef21");
     }
   }
 }
@@ -325,16 +322,14 @@ void note_second_momentum(const RunOptions& o, Resolved& out) {
 void check_automatic(const RunOptions& o, Resolved& out) {
   if (!out.automatic) return;
   auto refuse = [&](const std::string& flag, const std::string& why) {
-    throw BadInput(fmt::format("--compression auto and {} cannot be combined: {}; name a spec, such as int8",
-                               flag, why));
+    throw BadInput("--compression auto and {} cannot be combined: {}; name a spec, such as int8", flag, why);
   };
   if (o.shard_optimizer) refuse("--shard optimizer", "it predicts allreduces, not reduce-scatters");
   if (o.overlap_forward)
     refuse("--overlap-forward", "it predicts steps whose communication ends before the next forward");
   if (o.elastic_text) refuse("--elastic", "it predicts a fixed number of ranks");
   if (out.config.bucket_mb != std::floor(out.config.bucket_mb)) {
-    throw BadInput(
-        fmt::format("--bucket-mb {}: --compression auto needs a whole number of MiB", out.config.bucket_mb));
+    throw BadInput("--bucket-mb {}: --compression auto needs a whole number of MiB", out.config.bucket_mb);
   }
   if (o.dry_run && out.config.ranks() > 1) {
     out.notes.emplace_back(
@@ -356,10 +351,10 @@ int64_t steps_per_epoch(const TrainConfig& config, const Dataset& train) {
                              : fmt::format("use --batch-size {} or less", per_rank / config.accumulate);
     std::string accumulated =
         config.accumulate == 1 ? "" : fmt::format(" times --accumulate {}", config.accumulate);
-    throw BadInput(fmt::format(
+    throw BadInput(
         "--batch-size {}{} is larger than a rank's part: the {} training images of {} are {} for each of {} "
         "ranks; {}",
-        config.batch_size, accumulated, train.count(), train.name, per_rank, config.ranks(), remedy));
+        config.batch_size, accumulated, train.count(), train.name, per_rank, config.ranks(), remedy);
   }
   return train.count() / config.global_batch();
 }
@@ -455,10 +450,10 @@ void resolve_trace(const RunOptions& o, Resolved& out) {
   const int64_t first = first_step(config);
   config.trace.clear();
   if (o.trace_text && o.trace.empty() && config.devices[0].is_host()) {
-    throw BadInput(fmt::format(
+    throw BadInput(
         "--trace-steps {}: without --trace the steps are for CUDA's profiler, and this run is on the host; "
         "add --trace FILE or --device cuda",
-        *o.trace_text));
+        *o.trace_text);
   }
   const StepRange range = o.trace_text ? StepRange::parse("--trace-steps", *o.trace_text) : StepRange();
   if (first >= config.steps) return;
@@ -466,8 +461,8 @@ void resolve_trace(const RunOptions& o, Resolved& out) {
   config.profiles = o.trace_text && config.devices[0].is_cuda();
   if (o.trace_text) {
     if (range.begin >= config.steps || range.end <= first) {
-      throw BadInput(fmt::format("--trace-steps {}: this run does steps {} to {}", *o.trace_text, first,
-                                 config.steps - 1));
+      throw BadInput("--trace-steps {}: this run does steps {} to {}", *o.trace_text, first,
+                     config.steps - 1);
     }
     config.trace_steps = {std::max(range.begin, first), std::min(range.end, config.steps)};
   } else if (!o.trace.empty()) {
@@ -490,13 +485,13 @@ void resolve_gradients(const RunOptions& o, Resolved& out) {
   config.gradients_step = *step;
   if (const int64_t first = first_step(config);
       config.gradients_step < first || config.gradients_step >= config.steps) {
-    throw BadInput(fmt::format("{}: this run does steps {} to {}", flag, first, config.steps - 1));
+    throw BadInput("{}: this run does steps {} to {}", flag, first, config.steps - 1);
   }
   config.gradients_directory = text.substr(colon + 1);
   check_output_directory("--dump-gradients", config.gradients_directory);
   const std::string path = gradients_path(config.gradients_directory, config.gradients_step);
   if (std::error_code ignored; std::filesystem::exists(path, ignored)) {
-    throw BadInput(fmt::format("{}: {} already exists; remove it, or name another folder", flag, path));
+    throw BadInput("{}: {} already exists; remove it, or name another folder", flag, path);
   }
 }
 
@@ -555,8 +550,7 @@ Resolved resolve(const RunOptions& o) {
   config.epochs = static_cast<double>(config.steps) / static_cast<double>(per_epoch);
   if (o.warmup_steps < 0) config.warmup_steps = std::min<int64_t>(config.steps / 10, per_epoch);
   if (config.warmup_steps > config.steps) {
-    throw BadInput(
-        fmt::format("--warmup {} is longer than the run of {} steps", config.warmup_steps, config.steps));
+    throw BadInput("--warmup {} is longer than the run of {} steps", config.warmup_steps, config.steps);
   }
   const double run_flops = training_flops_per_image(config.model) *
                            static_cast<double>(config.global_batch()) * static_cast<double>(config.steps);

@@ -40,31 +40,30 @@ VitConfig named_model(const std::string& name) {
   for (const auto& model : known_models()) {
     if (model.name == name) return model;
   }
-  throw BadInput(fmt::format(
+  throw BadInput(
       "unknown model '{}'; use one of {}; --image-size, --patch, --width, --depth, --heads and --mlp change "
       "its shape",
-      name, fmt::join(model_names(), ", ")));
+      name, fmt::join(model_names(), ", "));
 }
 
 void check_model(const VitConfig& model) {
   for (const Setting& setting : settings()) {
     const auto* size = std::get_if<int32_t VitConfig::*>(&setting.field);
     if (size == nullptr || (model.**size >= 1 && model.**size <= setting.values.most)) continue;
-    throw BadInput(fmt::format("model {}: {} is {}; it must be from 1 to {}", model.name, setting.flag,
-                               model.**size, setting.values.most));
+    throw BadInput("model {}: {} is {}; it must be from 1 to {}", model.name, setting.flag, model.**size,
+                   setting.values.most);
   }
   if (model.image % model.patch != 0) {
     std::vector<int32_t> fitting;
     for (int32_t patch = 1; patch <= model.image; ++patch) {
       if (model.image % patch == 0) fitting.push_back(patch);
     }
-    throw BadInput(
-        fmt::format("model {}: patches of {} pixels do not tile images of {}; --patch must be one of {}",
-                    model.name, model.patch, model.image, fmt::join(fitting, ", ")));
+    throw BadInput("model {}: patches of {} pixels do not tile images of {}; --patch must be one of {}",
+                   model.name, model.patch, model.image, fmt::join(fitting, ", "));
   }
   if (model.width % model.heads != 0) {
-    throw BadInput(fmt::format("model {}: --width {} is not a multiple of --heads {}", model.name,
-                               model.width, model.heads));
+    throw BadInput("model {}: --width {} is not a multiple of --heads {}", model.name, model.width,
+                   model.heads);
   }
 }
 
@@ -73,8 +72,7 @@ DataSpec DataSpec::parse(const std::string& text) {
   std::string kind = text.substr(0, colon);
   std::string rest = colon == std::string::npos ? "" : text.substr(colon + 1);
   auto bad = [&](const std::string& why) {
-    throw BadInput(
-        fmt::format("--data '{}': {}; use fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]", text, why));
+    throw BadInput("--data '{}': {}; use fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]", text, why);
   };
   DataSpec spec;
   if (kind == "fashion-mnist") {
@@ -114,8 +112,8 @@ Augmentation Augmentation::parse(const std::string& text) {
     const std::string word = text.substr(begin, end - begin);
     bool* which = word == "flip" ? &augment.flip : word == "crop" ? &augment.crop : nullptr;
     if (which == nullptr || *which) {
-      throw BadInput(fmt::format("--augment '{}': '{}' is {}; use none, flip, crop or flip,crop", text, word,
-                                 which == nullptr ? "unknown" : "given twice"));
+      throw BadInput("--augment '{}': '{}' is {}; use none, flip, crop or flip,crop", text, word,
+                     which == nullptr ? "unknown" : "given twice");
     }
     *which = true;
     begin = end + 1;
@@ -132,9 +130,9 @@ StepRange StepRange::parse(const std::string& flag, const std::string& text) {
   const auto steps = parse_pair<int64_t>(text, ':', 0);
   const StepRange range = steps ? StepRange{steps->first, steps->second} : StepRange{};
   if (range.empty()) {
-    throw BadInput(fmt::format(
+    throw BadInput(
         "{} '{}' is not a range of steps a:b; 10:20 means the ten steps from 10 to 19, counted from 0", flag,
-        text));
+        text);
   }
   return range;
 }
@@ -143,10 +141,10 @@ ElasticRange ElasticRange::parse(const std::string& text) {
   const auto ranks = parse_pair(text, ':', 1);
   if (!ranks || ranks->first > ranks->second) {
     throw BadInput(
-        fmt::format("--elastic '{}' is not a range of ranks MIN:MAX[,keep-local]; 2:4 means that a run of at "
-                    "most 4 ranks "
-                    "continues while 2 are left",
-                    text));
+        "--elastic '{}' is not a range of ranks MIN:MAX[,keep-local]; 2:4 means that a run of at "
+        "most 4 ranks "
+        "continues while 2 are left",
+        text);
   }
   return {ranks->first, ranks->second};
 }
@@ -189,9 +187,9 @@ Members read_members(const std::string& path) {
     if (text.empty()) throw BadInput(path + ": the file is empty");
   } catch (const BadInput& error) {
     throw BadInput(
-        fmt::format("{}; name the file that the run's --members names, or that is in its "
-                    "--checkpoint folder; the file exists from the first step to the end",
-                    error.what()));
+        "{}; name the file that the run's --members names, or that is in its "
+        "--checkpoint folder; the file exists from the first step to the end",
+        error.what());
   }
   std::istringstream lines(text);
   std::string magic, launched;

@@ -19,11 +19,9 @@ constexpr const char* kCifar10Remedy =
 // Appends the records of one file. Returns the number of records.
 size_t append(Dataset& data, const std::string& path) {
   std::vector<uint8_t> bytes = read_file(path, kDatasetFileLimit, kCifar10Remedy);
-  auto fail = [&](const std::string& why) {
-    throw BadInput(fmt::format("{}: {}; {}", path, why, kCifar10Remedy));
-  };
+  auto fail = [&](const std::string& why) { throw BadInput("{}: {}; {}", path, why, kCifar10Remedy); };
   if (const std::string kind = foreign_kind(bytes); !kind.empty() && bytes[0] >= kCifar10Classes) {
-    throw BadInput(fmt::format("{}: not CIFAR-10's binary version but {}", path, kind));
+    throw BadInput("{}: not CIFAR-10's binary version but {}", path, kind);
   }
   if (bytes.empty() || bytes.size() % kRecord != 0) {
     fail(fmt::format("{} bytes are not a whole number of records of {} bytes: truncated, or not CIFAR-10",
@@ -70,9 +68,8 @@ DataSplits load_cifar10(const std::string& directory) {
     size_t records = append(splits.train, path);
     if (batch == 1) first = records;
     if (records != first) {
-      throw BadInput(
-          fmt::format("{}: {} records, but data_batch_1.bin has {}; truncated after a whole record? {}", path,
-                      records, first, kCifar10Remedy));
+      throw BadInput("{}: {} records, but data_batch_1.bin has {}; truncated after a whole record? {}", path,
+                     records, first, kCifar10Remedy);
     }
   }
   append(splits.test, (root / "test_batch.bin").string());
@@ -133,15 +130,13 @@ std::string folder_in(const std::string& directory) {
 
 Idx read_idx(const std::string& path, uint32_t dimensions) {
   std::vector<uint8_t> bytes = read_file(path, kDatasetFileLimit, kFashionMnistRemedy);
-  auto fail = [&](const std::string& why) {
-    throw BadInput(fmt::format("{}: {}; {}", path, why, kFashionMnistRemedy));
-  };
+  auto fail = [&](const std::string& why) { throw BadInput("{}: {}; {}", path, why, kFashionMnistRemedy); };
   auto word = [&](size_t index) {
     const uint8_t* at = bytes.data() + 4 * index;
     return uint32_t{at[0]} << 24 | uint32_t{at[1]} << 16 | uint32_t{at[2]} << 8 | at[3];
   };
   if (const std::string kind = foreign_kind(bytes); !kind.empty()) {
-    throw BadInput(fmt::format("{}: not an IDX file but {}", path, kind));
+    throw BadInput("{}: not an IDX file but {}", path, kind);
   }
   size_t header = 4 * (1 + size_t{dimensions});
   if (bytes.size() < header) fail(fmt::format("only {} bytes, shorter than an IDX header", bytes.size()));
@@ -195,8 +190,8 @@ Dataset read_split(const std::string& directory, const std::string& prefix, std:
   auto [images, image_path] = read_first(idx_files(directory, prefix, kImages), 3, notes);
   auto [labels, label_path] = read_first(idx_files(directory, prefix, kLabels), 1, notes);
   if (images.shape[0] != labels.shape[0]) {
-    throw BadInput(fmt::format("{}: {} labels for the {} images of {}; {}", label_path, labels.shape[0],
-                               images.shape[0], image_path, kFashionMnistRemedy));
+    throw BadInput("{}: {} labels for the {} images of {}; {}", label_path, labels.shape[0], images.shape[0],
+                   image_path, kFashionMnistRemedy);
   }
   Dataset data;
   data.name = "fashion-mnist";
@@ -208,8 +203,8 @@ Dataset read_split(const std::string& directory, const std::string& prefix, std:
   data.labels.assign(labels.values.begin(), labels.values.end());
   for (size_t i = 0; i < data.labels.size(); ++i) {
     if (data.labels[i] >= kFashionMnistClasses) {
-      throw BadInput(fmt::format("{}: label {} is {}, but the classes are 0 to {}; {}", label_path, i,
-                                 data.labels[i], kFashionMnistClasses - 1, kFashionMnistRemedy));
+      throw BadInput("{}: label {} is {}, but the classes are 0 to {}; {}", label_path, i, data.labels[i],
+                     kFashionMnistClasses - 1, kFashionMnistRemedy);
     }
   }
   return data;
@@ -222,10 +217,10 @@ std::string default_fashion_mnist_directory() {
   if (root == nullptr) return kDebianDirectory;
   std::string found = folder_in(root);
   if (!holds_fashion_mnist(found)) {
-    throw BadInput(fmt::format(
+    throw BadInput(
         "GRADWIRE_DATA is '{}', which does not contain train-{}.gz, nor do its folders fashion-mnist, raw, "
         "FashionMNIST/raw and MNIST/raw; name the folder with the four IDX files, or unset it to use {}",
-        root, kImages, kDebianDirectory));
+        root, kImages, kDebianDirectory);
   }
   return found;
 }
@@ -236,9 +231,8 @@ DataSplits load_fashion_mnist(const std::string& given) {
   splits.train = read_split(directory, "train", splits.notes);
   splits.test = read_split(directory, "t10k", splits.notes);
   if (splits.train.height != splits.test.height || splits.train.width != splits.test.width) {
-    throw BadInput(fmt::format("{}: training images are {}x{}, test images {}x{}; {}", directory,
-                               splits.train.height, splits.train.width, splits.test.height, splits.test.width,
-                               kFashionMnistRemedy));
+    throw BadInput("{}: training images are {}x{}, test images {}x{}; {}", directory, splits.train.height,
+                   splits.train.width, splits.test.height, splits.test.width, kFashionMnistRemedy);
   }
   set_statistics(splits);
   return splits;

@@ -51,21 +51,21 @@ void check_model_fits(const VitConfig& model, const Dataset& data) {
   std::string takes =
       fmt::format("model {} takes {}x{}x{} images", model.name, model.channels, model.image, model.image);
   if (data.height != data.width) {
-    throw BadInput(fmt::format("{}: images of {}x{} are not square; the model takes only square images",
-                               data.name, data.height, data.width));
+    throw BadInput("{}: images of {}x{} are not square; the model takes only square images", data.name,
+                   data.height, data.width);
   }
   if (model.channels != data.channels || model.image != data.height) {
-    throw BadInput(fmt::format("{}, but {} has {}x{}x{}; use --image-size {} and a --patch that divides it",
-                               takes, data.name, data.channels, data.height, data.width, data.height));
+    throw BadInput("{}, but {} has {}x{}x{}; use --image-size {} and a --patch that divides it", takes,
+                   data.name, data.channels, data.height, data.width, data.height);
   }
   if (model.classes < data.classes) {
-    throw BadInput(fmt::format("model {} has {} outputs, but {} has {} classes", model.name, model.classes,
-                               data.name, data.classes));
+    throw BadInput("model {} has {} outputs, but {} has {} classes", model.name, model.classes, data.name,
+                   data.classes);
   }
 }
 
 std::vector<uint8_t> read_file(const std::string& path, size_t limit_bytes, const std::string& remedy) {
-  auto fail = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}; {}", path, why, remedy)); };
+  auto fail = [&](const std::string& why) { throw BadInput("{}: {}; {}", path, why, remedy); };
   struct stat status {};
   if (stat(path.c_str(), &status) != 0) fail(errno == ENOENT ? "no such file" : std::strerror(errno));
   if (!S_ISREG(status.st_mode)) fail("not a regular file");

@@ -50,18 +50,18 @@ class Loader::Impl {
         options.group < 1 || options.slots < 1 || options.first_batch < 0 ||
         global_batch(options) > options.batch_size * options.world) {
       throw BadInput(
-          fmt::format("Loader: invalid options: rank {} of {}, batches of {} ({} over all) in groups of {}, "
-                      "{} slots, first batch {}",
-                      options.rank, options.world, options.batch_size, options.global_batch, options.group,
-                      options.slots, options.first_batch));
+          "Loader: invalid options: rank {} of {}, batches of {} ({} over all) in groups of {}, "
+          "{} slots, first batch {}",
+          options.rank, options.world, options.batch_size, options.global_batch, options.group, options.slots,
+          options.first_batch);
     }
     const int64_t global = global_batch(options);
     batches_ = gradwire::batches_per_epoch(data, options);
     if (batches_ == 0) {
-      throw BadInput(fmt::format(
+      throw BadInput(
           "{}: {} images are fewer than the {} of one step ({} per rank and batch, {} ranks, {} batches); "
           "lower --batch-size",
-          data.name, data.count(), global * options.group, options.batch_size, options.world, options.group));
+          data.name, data.count(), global * options.group, options.batch_size, options.world, options.group);
     }
     for (int32_t c = 0; c < data.channels; ++c) {
       scale_.push_back(1.0f / (255.0f * data.stddev[static_cast<size_t>(c)]));
@@ -103,7 +103,7 @@ class Loader::Impl {
     const size_t at = static_cast<size_t>(taken_ % options_.slots);
     Slot& slot = slots_[at];
     if (taken_ - released_ == options_.slots) {
-      throw Error(fmt::format("Loader::next: all {} slots are taken", options_.slots));
+      throw Error("Loader::next: all {} slots are taken", options_.slots);
     }
     {
       std::unique_lock lock(mutex_);
@@ -158,8 +158,8 @@ class Loader::Impl {
 
   void check_device(const Stream& stream, const char* what) const {
     if (stream.device() == options_.device) return;
-    throw BadInput(fmt::format("Loader::{}: the stream is on {}, the loader's device is {}", what,
-                               stream.device().name(), options_.device.name()));
+    throw BadInput("Loader::{}: the stream is on {}, the loader's device is {}", what, stream.device().name(),
+                   options_.device.name());
   }
 
   void work() {

@@ -79,7 +79,7 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
   const CompressionSpec spec = CompressionSpec::parse(text);
   const auto codec = costs.codec_ns.find(text);
   if (codec == costs.codec_ns.end())
-    throw BadInput(fmt::format("{}: its kernels were not measured (StepCosts::codec_ns)", text));
+    throw BadInput("{}: its kernels were not measured (StepCosts::codec_ns)", text);
   const std::vector<Bucket> buckets = cut(costs, spec, bucket_mb << 20);
   Prediction out{.spec = text, .bucket_mb = bucket_mb, .buckets = static_cast<int>(buckets.size())};
   double elements = 0;
@@ -252,7 +252,7 @@ constexpr std::string_view kName = "auto", kError = "error=", kReplanOff = "repl
 constexpr double kTie = 1.05;
 
 [[noreturn]] void refuse(std::string_view text, const std::string& why) {
-  throw BadInput(fmt::format("--compression {}: {}; write {}", text, why, kAutoGrammar));
+  throw BadInput("--compression {}: {}; write {}", text, why, kAutoGrammar);
 }
 
 // Parses SPEC+SPEC... Returns each spec's shortest text.

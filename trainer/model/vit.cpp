@@ -15,10 +15,10 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
   check_model(config);
   if (options.fused_gelu.value_or(false) && config.gelu != Gelu::tanh)
     throw BadInput("Vit: fused_gelu is for the tanh form of GELU");
-  if (options.max_batch < 1) throw BadInput(fmt::format("Vit: max_batch is {}", options.max_batch));
+  if (options.max_batch < 1) throw BadInput("Vit: max_batch is {}", options.max_batch);
   if (layout_.offsets.size() != parameters_.size()) {
-    throw Error(fmt::format("Vit: the layout has {} tensors, the model {} parameters", layout_.offsets.size(),
-                            parameters_.size()));
+    throw Error("Vit: the layout has {} tensors, the model {} parameters", layout_.offsets.size(),
+                parameters_.size());
   }
   const bool rounds = options.precision == Precision::bf16;
   if (options.share != nullptr) {
@@ -48,7 +48,7 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
 
 void Vit::load(std::span<const float> values) {
   if (static_cast<int64_t>(values.size()) != layout_.elements) {
-    throw Error(fmt::format("Vit::load: got {} values, expected {}", values.size(), layout_.elements));
+    throw Error("Vit::load: got {} values, expected {}", values.size(), layout_.elements);
   }
   to_device(stream_, weights_.as<float>(), values);
   round_weights();
@@ -76,7 +76,7 @@ VitIndex find_parameters(const std::vector<VitParameter>& parameters, int32_t de
   auto find = [&](const std::string& name) {
     auto at =
         std::find_if(parameters.begin(), parameters.end(), [&](const auto& p) { return p.name == name; });
-    if (at == parameters.end()) throw Error(fmt::format("Vit: no parameter named {}", name));
+    if (at == parameters.end()) throw Error("Vit: no parameter named {}", name);
     return static_cast<int>(at - parameters.begin());
   };
   VitIndex index{.head_bias = find("heads.head.bias"),

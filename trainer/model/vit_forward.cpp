@@ -10,7 +10,7 @@ namespace gradwire {
 template <typename S>
 void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
   if (batch < 0 || batch > options_.max_batch) {
-    throw Error(fmt::format("Vit::forward: {} images, max_batch is {}", batch, options_.max_batch));
+    throw Error("Vit::forward: {} images, max_batch is {}", batch, options_.max_batch);
   }
   batch_ = batch;
   const int64_t t = config_.tokens(), c = config_.width;

@@ -132,8 +132,8 @@ Plan make_plan(const PlanRequest& request) {
       plan.rows.push_back(make_row(request, plan.costs, text, *schedule, sizes));
     }
     if (plan.rows.size() == before) {
-      throw BadInput(fmt::format("{}: {} ranks in nodes of {} cannot run schedule={}; use schedule=auto",
-                                 text, request.ranks, request.cluster.gpus_per_node, name(spec.schedule)));
+      throw BadInput("{}: {} ranks in nodes of {} cannot run schedule={}; use schedule=auto", text,
+                     request.ranks, request.cluster.gpus_per_node, name(spec.schedule));
     }
   }
   return plan;
@@ -216,9 +216,7 @@ class ObjectReader {
       fail(fmt::format("unknown key {}; use {}", full(key), all));
     }
   }
-  [[noreturn]] void fail(const std::string& what) const {
-    throw BadInput(fmt::format("{}: {}", path_, what));
-  }
+  [[noreturn]] void fail(const std::string& what) const { throw BadInput("{}: {}", path_, what); }
 
   static constexpr double kSlowest = 1e-6, kFastest = 1e5, kLongest = 1e6;
 
@@ -305,7 +303,7 @@ void read_nccl(ObjectReader from, Cluster& cluster) {
 
 Cluster parse_cluster(const std::string& text, const std::string& path) {
   const Json json = parse_json(text);
-  if (json.is_discarded()) throw BadInput(fmt::format("{}: not a JSON file", path));
+  if (json.is_discarded()) throw BadInput("{}: not a JSON file", path);
   ObjectReader from(json, path, "");
   Cluster cluster;
   cluster.name = from.text("name");
@@ -335,22 +333,21 @@ int Cluster::symmetric_ranks(int ranks) const {
 void check_ranks(const Cluster& cluster, int ranks) {
   const int per_node = cluster.gpus_per_node;
   if (ranks > per_node && ranks % per_node != 0) {
-    throw BadInput(fmt::format("--ranks {} do not fill nodes of {} GPUs ({}); use {} or {}", ranks, per_node,
-                               cluster.name, ranks / per_node * per_node, (ranks / per_node + 1) * per_node));
+    throw BadInput("--ranks {} do not fill nodes of {} GPUs ({}); use {} or {}", ranks, per_node,
+                   cluster.name, ranks / per_node * per_node, (ranks / per_node + 1) * per_node);
   }
   if (ranks <= per_node) return;
   if (cluster.nics == 0) {
     throw BadInput(
-        fmt::format("--ranks {} need {} nodes, and the cluster file has no key nic; add one, or "
-                    "use at most {} ranks",
-                    ranks, ranks / per_node, per_node));
+        "--ranks {} need {} nodes, and the cluster file has no key nic; add one, or "
+        "use at most {} ranks",
+        ranks, ranks / per_node, per_node);
   }
   for (const Cluster::Level& level : cluster.switches) {
     const int below = level.nodes * per_node;
     if (ranks <= below || ranks % below == 0) continue;
-    throw BadInput(fmt::format("--ranks {} do not fill switches of {} nodes, {} ranks ({}); use {} or {}",
-                               ranks, level.nodes, below, cluster.name, ranks / below * below,
-                               (ranks / below + 1) * below));
+    throw BadInput("--ranks {} do not fill switches of {} nodes, {} ranks ({}); use {} or {}", ranks,
+                   level.nodes, below, cluster.name, ranks / below * below, (ranks / below + 1) * below);
   }
 }
 

@@ -63,9 +63,9 @@ void check_agreement(const std::string& local, Communicator& comm) {
     const std::string remote = comm.take_message(rank);
     if (remote == local) continue;
     throw BadInput(
-        fmt::format("rank {} was started with other settings or data than rank 0: {}; give all processes the "
-                    "same flags and data",
-                    rank, first_difference(remote, local)));
+        "rank {} was started with other settings or data than rank 0: {}; give all processes the "
+        "same flags and data",
+        rank, first_difference(remote, local));
   }
 }
 

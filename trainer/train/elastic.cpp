@@ -100,8 +100,8 @@ void Elastic::regroup(const std::string& why) {
   try {
     next = comm().regroup(timeout + kBeyondDeadline, left);
   } catch (const CommError& error) {
-    throw CommError(fmt::format("{}; --elastic cannot continue: {}; if no other rank has continued, {}", why,
-                                error.what(), remedy()));
+    throw CommError("{}; --elastic cannot continue: {}; if no other rank has continued, {}", why,
+                    error.what(), remedy());
   }
   for (int& rank : left) rank = rank < 0 ? kUnknown : ranks_[static_cast<size_t>(rank)];
   retries_.others = retries_.others || left != ranks_;
@@ -113,10 +113,10 @@ void Elastic::regroup(const std::string& why) {
       if (std::find(ranks_.begin(), ranks_.end(), rank) == ranks_.end()) gone.push_back(rank);
     }
     throw Error(
-        fmt::format("{} of {} ranks are left (lost: {}), fewer than the {} that --elastic {} asks for; {}. "
-                    "The first error: {}",
-                    comm().world(), next_number_, fmt::join(gone, ", "), launched_.elastic.least,
-                    launched_.elastic.to_string(), remedy(), record_.why));
+        "{} of {} ranks are left (lost: {}), fewer than the {} that --elastic {} asks for; {}. "
+        "The first error: {}",
+        comm().world(), next_number_, fmt::join(gone, ", "), launched_.elastic.least,
+        launched_.elastic.to_string(), remedy(), record_.why);
   }
   config_ = config_for(comm().world());
 }
@@ -159,7 +159,7 @@ bool Elastic::agree() {
     if (states[r].reached >= 0) step = std::min(step, states[r].reached);
   }
   if (joiners_.size() == states.size()) {
-    throw Error(fmt::format("all ranks that had the run's state are lost; {}", remedy()));
+    throw Error("all ranks that had the run's state are lost; {}", remedy());
   }
   if (states[0].finished != 0) return false;
   number_ranks(states);
@@ -168,7 +168,7 @@ bool Elastic::agree() {
   retries_.broke_at = step;
   retries_.others = false;
   if (retries_.fruitless > 1) {
-    throw Error(fmt::format("step {} breaks again and again, though no rank is lost: {}", step, record_.why));
+    throw Error("step {} breaks again and again, though no rank is lost: {}", step, record_.why);
   }
   if (from_checkpoints_) {
     go_back_to_checkpoint();

@@ -154,9 +154,9 @@ constexpr const char* kSettings[] = {"model", "ranks", "device"};
 
 [[noreturn]] void refuse_plan(const std::string& path, const std::string& why) {
   throw BadInput(
-      fmt::format("--compression auto:plan={}: {}; name another file, or remove this one to measure "
-                  "again",
-                  path, why));
+      "--compression auto:plan={}: {}; name another file, or remove this one to measure "
+      "again",
+      path, why);
 }
 
 double number_of(const Json& json, const char* key, const std::string& path) {

@@ -31,7 +31,7 @@ int64_t first_graph_step(const TrainConfig& config, Communicator& comm, const Re
                          int64_t first_step) {
   if (!config.graph) return config.steps;
   if (const std::string obstacle = comm.transport().capture_obstacle(); !obstacle.empty()) {
-    throw BadInput(fmt::format("--graph: {}", obstacle));
+    throw BadInput("--graph: {}", obstacle);
   }
   return std::max(first_step, reducer.steady_from()) + 1;
 }
@@ -111,10 +111,10 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
   create_slots();
   prepare_plan_checks();
   if (shared.elastic != nullptr && start_.from && carried_ && !shared.elastic->from_checkpoints()) {
-    throw BadInput(fmt::format(
+    throw BadInput(
         "--elastic: the run cannot keep the residuals in checkpoint {}: they go into the gradients of the "
         "first step, which could then not be repeated; resume without --elastic up to the next checkpoint",
-        start_.from->path));
+        start_.from->path);
   }
   if (!snapshot) take_snapshot(start_.step);
   stream_.synchronize();
@@ -392,9 +392,9 @@ void RankTrainer::enqueue_work(Slot& slot) {
   const bool dumps = dump_ && step == config_.gradients_step;
   if (dumps && carried_) {
     throw BadInput(
-        fmt::format("--dump-gradients: after --resume with another compression or number of ranks, the "
-                    "gradients of step {} begin with the checkpoint's residuals; dump a later step",
-                    step));
+        "--dump-gradients: after --resume with another compression or number of ranks, the "
+        "gradients of step {} begin with the checkpoint's residuals; dump a later step",
+        step);
   }
   const bool samples = samples_gradients(step);
   const std::function<void(int)> ready = [&](int i) {
@@ -447,8 +447,7 @@ Loader::Batch RankTrainer::next_batch(int64_t step) {
   NvtxRange range(Activity::batch, step);
   const Loader::Batch batch = loader_.next(stream_);
   if (batch.count != images_) {
-    throw Error(
-        fmt::format("the loader gave a training batch of {} images, expected {}", batch.count, images_));
+    throw Error("the loader gave a training batch of {} images, expected {}", batch.count, images_);
   }
   return batch;
 }

@@ -95,7 +95,7 @@ class Failure {
 
 void check(const TrainConfig& config, const DataSplits& data) {
   auto positive = [](const char* what, int64_t value) {
-    if (value < 1) throw BadInput(fmt::format("{} is {}, at least 1 is needed", what, value));
+    if (value < 1) throw BadInput("{} is {}, at least 1 is needed", what, value);
   };
   positive("ranks", config.ranks());
   positive("batch size", config.batch_size);

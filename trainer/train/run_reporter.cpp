@@ -148,9 +148,9 @@ void RunReporter::report_end(uint64_t hash) {
   for (size_t rank = 1; rank < entries.size(); ++rank) {
     if (entries[rank].hash != hash) {
       throw Error(
-          fmt::format("rank {} ended with parameters that differ from rank 0's (hash {}, rank 0 has {}): the "
-                      "averaged gradients were not bit-identical on all ranks",
-                      rank, hex(entries[rank].hash), hex(hash)));
+          "rank {} ended with parameters that differ from rank 0's (hash {}, rank 0 has {}): the "
+          "averaged gradients were not bit-identical on all ranks",
+          rank, hex(entries[rank].hash), hex(hash));
     }
   }
   std::vector<std::vector<double>> waited;
@@ -185,8 +185,7 @@ std::vector<RankReports::Report> LocalRankReports::collect() {
                                      [&] { return !aborted_.empty() || missing() == posted_.size(); });
   if (!aborted_.empty()) throw CommError(aborted_);
   if (!in_time) {
-    throw CommError(
-        fmt::format("rank {} has not reported its step to rank 0 within {} ms", missing(), timeout_.count()));
+    throw CommError("rank {} has not reported its step to rank 0 within {} ms", missing(), timeout_.count());
   }
   std::vector<Report> round;
   for (auto& queue : posted_) {
@@ -225,7 +224,7 @@ std::vector<RankReports::Report> MessageRankReports::collect() {
     std::vector<double> waited_s(
         message.size() < sizeof words ? 0 : (message.size() - sizeof words) / sizeof(double));
     if (message.size() != sizeof words + waited_s.size() * sizeof(double)) {
-      throw CommError(fmt::format("rank {}'s report cannot be read; are all ranks the same build?", rank));
+      throw CommError("rank {}'s report cannot be read; are all ranks the same build?", rank);
     }
     std::memcpy(words.data(), message.data(), sizeof words);
     if (!waited_s.empty()) {

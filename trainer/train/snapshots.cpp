@@ -99,8 +99,8 @@ const Snapshots::Slot& Snapshots::find(int64_t step) const {
   for (const Slot& slot : slots_) {
     if (step >= 0 && slot.step == step) return slot;
   }
-  throw Error(fmt::format("cannot return to step {}: this rank has snapshots after steps {} and {}", step,
-                          slots_[0].step.load(), slots_[1].step.load()));
+  throw Error("cannot return to step {}: this rank has snapshots after steps {} and {}", step,
+              slots_[0].step.load(), slots_[1].step.load());
 }
 
 void Snapshots::drop_after(int64_t step) {

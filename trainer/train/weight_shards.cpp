@@ -113,9 +113,8 @@ RunMemory plan_memory(const TrainConfig& config) {
   const int64_t least = (2 + moments) * count_elements(vit_parameters(config.model)) * int64_t{sizeof(float)};
   const int64_t limit = config.memory_limit > 0 || config.shard_optimizer ? 0 : host_limit(config);
   if (limit > 0 && least > limit) {  // planning would end like the run
-    throw BadInput(
-        fmt::format("the control group allows each rank {}; weights, gradients and optimizer take {}",
-                    human_bytes(static_cast<double>(limit)), human_bytes(static_cast<double>(least))));
+    throw BadInput("the control group allows each rank {}; weights, gradients and optimizer take {}",
+                   human_bytes(static_cast<double>(limit)), human_bytes(static_cast<double>(least)));
   }
   Communicator comm(std::make_unique<PlannedTransport>(0, config.ranks(), Device::host()));
   comm.set_link_costs({});  // the planned run has no peers to measure
@@ -203,13 +202,13 @@ void check_memory_limit(const TrainConfig& config) {
     remedy = fmt::format("; --shard optimizer would need {}{}", text(less),
                          less <= limit ? "" : ", which is too much as well");
   }
-  throw BadInput(fmt::format(
+  throw BadInput(
       "{}{}: each rank needs {} ({} model and activations, {} gradients, {} "
       "optimizer, {} evaluation, {} for {}{}){}",
       config.memory_limit > 0 ? "--memory-limit " : "the control group allows each rank ", text(limit),
       text(memory.total()), text(memory.model), text(memory.gradients), text(memory.optimizer),
       text(memory.evaluation), text(memory.compression.total()), config.compression.to_string(),
-      memory.kept > 0 ? fmt::format(", {} for --elastic", text(memory.kept)) : "", remedy));
+      memory.kept > 0 ? fmt::format(", {} for --elastic", text(memory.kept)) : "", remedy);
 }
 
 }  // namespace gradwire

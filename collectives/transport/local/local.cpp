@@ -473,7 +473,7 @@ void LocalHub::begin_call(int rank, uint64_t number, const Call& call) {
 
 void LocalHub::check(int rank) {
   std::lock_guard lock(mutex);
-  if (!failure_.empty()) throw CommError(fmt::format("rank {}: {}", rank, failure_));
+  if (!failure_.empty()) throw CommError("rank {}: {}", rank, failure_);
 }
 
 void LocalHub::fail(const std::string& reason) {
@@ -487,7 +487,7 @@ void LocalHub::fail_and_throw(const std::string& text) {
 }
 
 void LocalHub::throw_failed(int rank, const std::string& doing) const {
-  throw CommError(fmt::format("rank {}: {}: {}", rank, doing, failure_));
+  throw CommError("rank {}: {}: {}", rank, doing, failure_);
 }
 
 std::string LocalHub::no_progress(int rank, const std::string& doing) const {

@@ -209,9 +209,8 @@ ncclUniqueId agree_on_id(const NcclApi& api, Membership& group, SteadyClock::tim
 
 void use_device(int device) {
   if (device < 0 || device >= cuda_device_count()) {
-    throw DeviceError(fmt::format("cuda:{} does not exist: {} CUDA devices usable{}", device,
-                                  cuda_device_count(),
-                                  cuda_device_count() == 0 ? " (" + cuda_unavailable_reason() + ")" : ""));
+    throw DeviceError("cuda:{} does not exist: {} CUDA devices usable{}", device, cuda_device_count(),
+                      cuda_device_count() == 0 ? " (" + cuda_unavailable_reason() + ")" : "");
   }
   detail::make_current(Device::cuda(device));
 }
@@ -239,8 +238,7 @@ std::unique_ptr<Transport> make_nccl_transport(const NcclOptions& options) {
   const NcclApi& api = NcclApi::loaded();
   use_device(options.device);
   if (options.shrinkable && (api.revoke == nullptr || api.shrink == nullptr)) {
-    throw BadInput(
-        fmt::format("a communicator that survives failures needs NCCL 2.28.7; this is {}", api.version()));
+    throw BadInput("a communicator that survives failures needs NCCL 2.28.7; this is {}", api.version());
   }
   const int rank = options.group.rank, world = options.group.world;
   const auto deadline = SteadyClock::now() + options.group.timeout;
@@ -289,8 +287,7 @@ std::unique_ptr<Transport> adopt_nccl_communicator(void* nccl_comm, int device,
   auto comm = static_cast<ncclComm_t>(nccl_comm);
   int actual = -1;
   if (api.device(comm, &actual) == ncclSuccess && actual != device) {
-    throw BadInput(
-        fmt::format("the NCCL communicator is on cuda:{}, not on cuda:{}; pass its device", actual, device));
+    throw BadInput("the NCCL communicator is on cuda:{}, not on cuda:{}; pass its device", actual, device);
   }
   return std::make_unique<NcclTransport>(NcclSetup{.api = &api,
                                                    .gpu = std::make_shared<CudaCalls>(device),

@@ -17,7 +17,7 @@ template <typename Function>
 void find(void* library, Function& function, const char* symbol, bool required = true) {
   function = reinterpret_cast<Function>(dlsym(library, symbol));
   if (function == nullptr && required) {
-    throw BadInput(fmt::format("NCCL lacks {}; install version 2.18 or newer", symbol));
+    throw BadInput("NCCL lacks {}; install version 2.18 or newer", symbol);
   }
 }
 
@@ -28,9 +28,9 @@ NcclApi load() {
   if (handle == nullptr) {
     const char* why = dlerror();
     throw BadInput(
-        fmt::format("NCCL cannot be loaded: {}; install it, add its folder to LD_LIBRARY_PATH, or name it in "
-                    "GRADWIRE_NCCL_LIBRARY",
-                    why != nullptr ? why : library.c_str()));
+        "NCCL cannot be loaded: {}; install it, add its folder to LD_LIBRARY_PATH, or name it in "
+        "GRADWIRE_NCCL_LIBRARY",
+        why != nullptr ? why : library.c_str());
   }
   NcclApi api;
   find(handle, api.get_version, "ncclGetVersion");
@@ -38,7 +38,7 @@ NcclApi load() {
   int version = 0;
   api.get_version(&version);
   if (version < kOldest) {
-    throw BadInput(fmt::format("NCCL {} is too old; install version 2.18 or newer", api.version()));
+    throw BadInput("NCCL {} is too old; install version 2.18 or newer", api.version());
   }
   find(handle, api.get_unique_id, "ncclGetUniqueId");
   find(handle, api.init_rank, "ncclCommInitRankConfig");

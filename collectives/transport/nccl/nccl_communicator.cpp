@@ -146,8 +146,7 @@ void NcclCommunicator::destroy(const std::function<bool()>& must_abort) {
 ncclComm_t NcclCommunicator::derive(const std::string& doing, milliseconds timeout, const Make& make) {
   const auto deadline = SteadyClock::now() + std::max(timeout, milliseconds(1000));
   const ncclComm_t parent = comm_;
-  if (parent == nullptr)
-    throw CommError(fmt::format("rank {}: {}: the communicator was aborted", rank_, doing));
+  if (parent == nullptr) throw CommError("rank {}: {}: the communicator was aborted", rank_, doing);
   struct Deriving {
     ncclComm_t child = nullptr;
     ncclResult_t result = ncclInProgress;
@@ -176,8 +175,8 @@ ncclComm_t NcclCommunicator::derive(const std::string& doing, milliseconds timeo
   if (returned && deriving->result == ncclSuccess) return deriving->child;
   if (returned && deriving->child != nullptr) api_.abort(deriving->child);
   const bool late = !returned || deriving->result == ncclInProgress;
-  throw CommError(fmt::format("rank {}: {}: {}", rank_, doing,
-                              late ? "no progress until the deadline" : api_.text(deriving->result, parent)));
+  throw CommError("rank {}: {}: {}", rank_, doing,
+                  late ? "no progress until the deadline" : api_.text(deriving->result, parent));
 }
 
 namespace {
@@ -228,13 +227,13 @@ void NcclWatch::await_failure_handled() {
 void NcclWatch::throw_if_failed(const std::string& doing) {
   await_failure_handled();
   std::lock_guard lock(mutex_);
-  if (!failure_.empty()) throw CommError(fmt::format("rank {}: {}: {}", comm_.rank(), doing, failure_));
+  if (!failure_.empty()) throw CommError("rank {}: {}: {}", comm_.rank(), doing, failure_);
 }
 
 void NcclWatch::give_up(const std::string& doing, const std::string& cause) {
   fail(fmt::format("{}: {}", doing, cause));
   throw_if_failed(doing);
-  throw CommError(fmt::format("rank {}: {}: {}", comm_.rank(), doing, cause));
+  throw CommError("rank {}: {}: {}", comm_.rank(), doing, cause);
 }
 
 std::unique_ptr<ExchangeMark> NcclWatch::mark_for(const Stream& stream) {
@@ -470,8 +469,7 @@ ncclComm_t init_nccl(const NcclApi& api, const std::shared_ptr<GpuCalls>& gpu, i
   const std::string why = joining->result == ncclInProgress ? "no progress until the deadline"
                                                             : api.text(joining->result, joining->comm);
   if (joining->comm != nullptr) api.abort(joining->comm);
-  throw CommError(
-      fmt::format("rank {} of {}: joining through NCCL: {}; NCCL_DEBUG=INFO says more", rank, world, why));
+  throw CommError("rank {} of {}: joining through NCCL: {}; NCCL_DEBUG=INFO says more", rank, world, why);
 }
 
 }  // namespace gradwire

@@ -66,7 +66,7 @@ void NcclTransport::exchange(const Stream& stream, const std::vector<Transfer>& 
   uint64_t bytes = 0;
   for (const Transfer& t : transfers) {
     if (t.peer < 0 || t.peer >= world() || t.peer == rank()) {
-      throw BadInput(fmt::format("{}: rank {} cannot exchange with rank {}", label.what, rank(), t.peer));
+      throw BadInput("{}: rank {} cannot exchange with rank {}", label.what, rank(), t.peer);
     }
     if (t.kind == Transfer::Kind::send) bytes += t.bytes;
   }

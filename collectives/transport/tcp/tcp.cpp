@@ -183,14 +183,14 @@ namespace gradwire::tcp_messages {
 void compare(const CallHeader& mine, const CallHeader& theirs, int rank, int peer) {
   if (mine.agrees_with(theirs)) return;
   if (theirs.magic != CallHeader::kMagic) {
-    throw Mismatch(fmt::format("the message from rank {} is not a Gradwire header: it is corrupted", peer));
+    throw Mismatch("the message from rank {} is not a Gradwire header: it is corrupted", peer);
   }
   auto call = [](int r, const CallHeader& h) {
     return fmt::format("rank {} makes call {}, {}", r, h.sequence, h.text());
   };
   bool alike = mine.sequence == theirs.sequence && mine.text() == theirs.text();
-  throw Mismatch(fmt::format("ranks disagree: {}; {}{}", call(rank, mine), call(peer, theirs),
-                             alike ? "; this call or an earlier one differs in something else" : ""));
+  throw Mismatch("ranks disagree: {}; {}{}", call(rank, mine), call(peer, theirs),
+                 alike ? "; this call or an earlier one differs in something else" : "");
 }
 
 }  // namespace gradwire::tcp_messages
@@ -233,7 +233,7 @@ std::string TcpFailure::recorded() {
 
 void TcpFailure::throw_if_failed() {
   std::lock_guard lock(mutex_);
-  if (!failure_.empty()) throw CommError(fmt::format("rank {}: {}", group_.rank(), failure_));
+  if (!failure_.empty()) throw CommError("rank {}: {}", group_.rank(), failure_);
 }
 
 void TcpFailure::abort(const std::string& reason) {

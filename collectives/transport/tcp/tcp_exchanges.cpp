@@ -41,7 +41,7 @@ void TcpExchanges::post(const std::vector<Transfer>& transfers, const ExchangeLa
   for (const Transfer& t : transfers) {
     if (t.peer < 0 || t.peer >= world_ || t.peer == rank_) {
       in_flight_.pop_back();
-      throw BadInput(fmt::format("{}: rank {} cannot exchange with rank {}", label.what, rank_, t.peer));
+      throw BadInput("{}: rank {} cannot exchange with rank {}", label.what, rank_, t.peer);
     }
     if (t.kind == Transfer::Kind::send) e.bytes += t.bytes;
   }

@@ -381,9 +381,9 @@ void TcpConnector::accept_higher(std::vector<Socket>& sockets, const Limits& lim
     if (SteadyClock::now() >= limits.deadline) {
       const Contact mine = contact_of(listener_, address_, name_);
       throw CommError(
-          fmt::format("not connected in time to rank {}, which connects to this one at {} port {}: is an "
-                      "address of these reachable from there, and the port open",
-                      missing, fmt::join(mine.addresses, ", "), mine.port));
+          "not connected in time to rank {}, which connects to this one at {} port {}: is an "
+          "address of these reachable from there, and the port open",
+          missing, fmt::join(mine.addresses, ", "), mine.port);
     }
     for (auto& caller : pending.advance(entries, sockets.size())) accept_rank(sockets, std::move(caller));
     report();
@@ -416,8 +416,7 @@ void TcpConnector::accept_rank(std::vector<Socket>& sockets, PendingCallers::Cal
 Socket TcpConnector::connect_to(int rank, const std::string& contact, const Limits& limits) const {
   const auto theirs = Contact::parse(contact);
   if (!theirs) {
-    throw CommError(fmt::format(
-        "connecting to rank {}: its address does not parse; are all ranks the same build?", rank));
+    throw CommError("connecting to rank {}: its address does not parse; are all ranks the same build?", rank);
   }
   const Frame hello{Frame::Op::link, 0, "", Message().add("rank", rank_).encode()};
   const Credentials credentials{key_, purpose(theirs->name)};
@@ -425,7 +424,7 @@ Socket TcpConnector::connect_to(int rank, const std::string& contact, const Limi
     Reach reached =
         reach(*theirs, credentials, {.deadline = limits.deadline, .retry = true, .stop = limits.wake_fd});
     throw_if_interrupted(limits);
-    if (!reached.socket) throw CommError(fmt::format("connecting to rank {}: {}", rank, reached.why));
+    if (!reached.socket) throw CommError("connecting to rank {}: {}", rank, reached.why);
     if (!send_frame(*reached.socket, hello, limits.deadline)) continue;
     expect_full_buffers(*reached.socket);
     return std::move(*reached.socket);
