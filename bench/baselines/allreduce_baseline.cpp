@@ -7,7 +7,6 @@
 #include <gloo/transport/tcp/device.h>
 #endif
 
-#include <fmt/format.h>
 #include <netdb.h>
 #include <sys/socket.h>
 #include <unistd.h>

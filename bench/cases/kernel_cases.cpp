@@ -1,7 +1,5 @@
 #include "bench/cases/kernel_cases.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <random>

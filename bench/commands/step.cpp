@@ -5,7 +5,6 @@
 // the reducer, as in `gradwire train`; (B) without the reducer, gradients directly to the optimizer; (G) A as
 // a graph. Rounds run in the order A B G G B A. A round's ratio is a ratio of sums, so that drift in the
 // machine's speed affects all three ways alike. The result is the median over the rounds.
-#include <fmt/format.h>
 
 #include <chrono>
 

@@ -1,7 +1,5 @@
 #include "collectives/agreement/statements.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

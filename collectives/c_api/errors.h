@@ -1,7 +1,6 @@
 // Maps exceptions to statuses.
 #pragma once
 
-#include <fmt/format.h>
 #include <gradwire/gradwire.h>
 
 #include <algorithm>

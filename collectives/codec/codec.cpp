@@ -1,7 +1,5 @@
 #include "collectives/codec/codec.h"
 
-#include <fmt/format.h>
-
 #include "runtime/util/error.h"
 
 namespace gradwire {

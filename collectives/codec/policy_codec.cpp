@@ -19,7 +19,6 @@
 // ranks change. The sum of the h_i then still is n h.
 #include "collectives/codec/policy_codec.h"
 
-#include <fmt/format.h>
 #include <fnmatch.h>
 
 #include <algorithm>

@@ -1,7 +1,5 @@
 #include "collectives/communicator/communicator.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <exception>
 #include <mutex>

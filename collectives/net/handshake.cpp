@@ -1,7 +1,6 @@
 #include "collectives/net/handshake.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>

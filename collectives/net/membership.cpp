@@ -1,7 +1,6 @@
 #include "collectives/net/membership.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <cerrno>

@@ -11,8 +11,6 @@
 // Every call has a deadline. A call throws if the server does not answer.
 #pragma once
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>

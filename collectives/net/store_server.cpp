@@ -1,6 +1,5 @@
 #include "collectives/net/store_server.h"
 
-#include <fmt/format.h>
 #include <poll.h>
 #include <sys/socket.h>
 

@@ -1,7 +1,5 @@
 #include "collectives/program/compiler.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <type_traits>
 

@@ -1,7 +1,5 @@
 #include "collectives/program/program.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <bit>
 #include <utility>

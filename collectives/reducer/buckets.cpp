@@ -1,7 +1,5 @@
 #include "collectives/reducer/buckets.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 
 #include "runtime/util/error.h"

@@ -1,8 +1,6 @@
 // Constructs a reducer: its streams, and a codec for each bucket.
 #include "collectives/reducer/reducer.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <numeric>
 

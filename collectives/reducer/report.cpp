@@ -1,8 +1,6 @@
 // Reports of a reducer: statistics and traces of its steps, state, memory, configuration.
 #include "collectives/reducer/report.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>

@@ -1,7 +1,5 @@
 #include "collectives/reducer/snapshot.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>

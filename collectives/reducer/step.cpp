@@ -2,8 +2,6 @@
 // the last bucket.
 #include "collectives/reducer/reducer.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <numeric>
 

@@ -15,7 +15,6 @@
 //   (L-1)/L S inside its node. The root sends the value to other nodes first, so the root's node receives the
 //   transmitted value.
 // Sync points: in each round a rank waits only for the sender.
-#include <fmt/format.h>
 
 #include <algorithm>
 

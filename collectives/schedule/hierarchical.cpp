@@ -19,7 +19,6 @@
 // Partial sums leave a node only after phase 1, so other nodes receive the node's sum. The owner first sends
 // a finished chunk to another node. So the owner stores the transmitted value, and phase 3 distributes the
 // transmitted value.
-#include <fmt/format.h>
 
 #include "collectives/schedule/schedule.h"
 #include "kernels/wire/format.h"

@@ -1,7 +1,5 @@
 #include "collectives/schedule/schedule.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <numeric>
 

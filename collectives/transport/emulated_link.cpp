@@ -1,7 +1,5 @@
 #include "collectives/transport/emulated_link.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <array>
 #include <cctype>

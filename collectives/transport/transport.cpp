@@ -1,7 +1,5 @@
 #include "collectives/transport/transport.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <numeric>
 #include <utility>

@@ -1,7 +1,5 @@
 #include "integrations/nccl/decide.h"
 
-#include <fmt/format.h>
-
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/hash.h"

@@ -5,7 +5,6 @@
 // (to drop the communicator's state). Each function calls NCCL's function of the same name.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
-#include <fmt/format.h>
 #include <nccl.h>
 
 #include <map>

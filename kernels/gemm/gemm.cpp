@@ -1,7 +1,5 @@
 #include "kernels/gemm/gemm.h"
 
-#include <fmt/core.h>
-
 #include <algorithm>
 #include <limits>
 #include <string>

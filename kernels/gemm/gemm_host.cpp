@@ -4,7 +4,6 @@
 // BF16 operands stay BF16 where the processor multiplies them (bf16_gemm.h). Elsewhere they are widened to
 // FP32, which is exact: B once per product, A and C piece by piece. Widening moves 6 B per element, which is
 // little compared with the 2 n or 2 m operations on each element.
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <array>

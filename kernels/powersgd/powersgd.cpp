@@ -1,7 +1,5 @@
 #include "kernels/powersgd/powersgd.h"
 
-#include <fmt/core.h>
-
 #include <algorithm>
 #include <string>
 

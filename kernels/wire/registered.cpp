@@ -7,8 +7,6 @@
 // the same bits.
 #include "kernels/wire/registered.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>

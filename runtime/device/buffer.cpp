@@ -1,5 +1,4 @@
 // Buffer, and the operations on memory in stream order.
-#include <fmt/core.h>
 #include <sys/mman.h>
 
 #include <array>

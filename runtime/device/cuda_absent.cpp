@@ -1,7 +1,6 @@
 // The CUDA side of a build without CUDA: the number of devices is 0, and all calls for a device throw
 // DeviceError.
 #ifndef GRADWIRE_HAS_CUDA
-#include <fmt/core.h>
 
 #include "runtime/device/device_impl.h"
 #include "runtime/util/error.h"

@@ -1,7 +1,6 @@
 // Device, Stream and Event: the dispatch to the host's implementation or to CUDA's.
 #include "runtime/device/device.h"
 
-#include <fmt/core.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -1,7 +1,5 @@
 #include "runtime/device/graph.h"
 
-#include <fmt/core.h>
-
 #include <algorithm>
 #include <atomic>
 #include <utility>

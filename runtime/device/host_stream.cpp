@@ -1,5 +1,4 @@
 // Streams and events of the host: an in-order queue with a thread, and marks in it.
-#include <fmt/core.h>
 
 #include <algorithm>
 #include <condition_variable>

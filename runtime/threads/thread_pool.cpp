@@ -1,7 +1,5 @@
 #include "runtime/threads/thread_pool.h"
 
-#include <fmt/core.h>
-
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>

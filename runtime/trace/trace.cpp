@@ -1,7 +1,5 @@
 #include "runtime/trace/trace.h"
 
-#include <fmt/core.h>
-
 #include <cmath>
 #include <limits>
 

@@ -1,7 +1,5 @@
 #include "runtime/util/environment.h"
 
-#include <fmt/format.h>
-
 #include <cstdlib>
 #include <cstring>
 #include <span>

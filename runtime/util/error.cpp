@@ -1,6 +1,5 @@
 #include "runtime/util/error.h"
 
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>

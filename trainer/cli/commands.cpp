@@ -1,6 +1,5 @@
 #include "trainer/cli/commands.h"
 
-#include <fmt/format.h>
 #include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/stat.h>

@@ -1,7 +1,5 @@
 #include "trainer/cli/commands.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <set>

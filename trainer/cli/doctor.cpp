@@ -1,6 +1,5 @@
 #include "trainer/cli/commands.h"
 
-#include <fmt/format.h>
 #include <unistd.h>
 #include <zlib.h>
 

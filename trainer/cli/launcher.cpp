@@ -1,6 +1,5 @@
 #include "trainer/cli/launcher.h"
 
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>

@@ -1,6 +1,5 @@
 // Resolves the command line: first the settings that concern only the machine and the model, then data,
 // steps, checkpoints and traces.
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,5 @@
 #include "trainer/cli/session.h"
 
-#include <fmt/format.h>
 #include <unistd.h>
 #include <CLI/CLI.hpp>
 

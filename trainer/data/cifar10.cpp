@@ -1,5 +1,4 @@
 // CIFAR-10's binary version: records of one label byte and 3 x 32 x 32 pixel bytes, 10,000 per file.
-#include <fmt/format.h>
 
 #include <filesystem>
 

@@ -1,7 +1,6 @@
 #include "trainer/data/dataset.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>

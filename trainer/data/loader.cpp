@@ -1,7 +1,5 @@
 #include "trainer/data/loader.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <exception>

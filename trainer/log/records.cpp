@@ -1,6 +1,5 @@
 #include "trainer/log/records.h"
 
-#include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 

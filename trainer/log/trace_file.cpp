@@ -1,7 +1,5 @@
 #include "trainer/log/trace_file.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <filesystem>
 

@@ -1,7 +1,5 @@
 #include "trainer/measure/peaks.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>

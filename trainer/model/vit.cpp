@@ -1,7 +1,5 @@
 #include "trainer/model/vit.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <string>
 

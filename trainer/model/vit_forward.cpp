@@ -1,5 +1,4 @@
 // The forward pass, in reading order: the model, then one layer.
-#include <fmt/format.h>
 
 #include "kernels/vit/vit.h"
 #include "runtime/util/error.h"

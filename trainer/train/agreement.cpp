@@ -1,6 +1,5 @@
 #include "trainer/train/agreement.h"
 
-#include <fmt/format.h>
 #include <zlib.h>
 
 #include <bit>

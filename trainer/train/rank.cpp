@@ -1,7 +1,5 @@
 #include "trainer/train/rank.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>

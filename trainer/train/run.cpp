@@ -2,8 +2,6 @@
 // ranks continue.
 #include "trainer/train/run.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <chrono>
 #include <exception>

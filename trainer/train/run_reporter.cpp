@@ -1,7 +1,5 @@
 #include "trainer/train/run_reporter.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <array>
 #include <bit>

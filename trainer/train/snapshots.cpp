@@ -1,7 +1,5 @@
 #include "trainer/train/snapshots.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

@@ -1,7 +1,5 @@
 #include "trainer/train/weight_shards.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <map>
 #include <memory>

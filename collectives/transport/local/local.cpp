@@ -1,7 +1,5 @@
 #include "collectives/transport/local/local.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>

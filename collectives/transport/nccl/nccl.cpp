@@ -7,7 +7,6 @@
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
-#include <fmt/format.h>
 
 #include <atomic>
 #include <cstring>

@@ -3,7 +3,6 @@
 #include "collectives/transport/nccl/nccl_api.h"
 
 #include <dlfcn.h>
-#include <fmt/format.h>
 
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"

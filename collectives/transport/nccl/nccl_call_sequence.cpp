@@ -2,8 +2,6 @@
 
 #include "collectives/transport/nccl/nccl_call_sequence.h"
 
-#include <fmt/format.h>
-
 #include <sstream>
 
 #include "runtime/util/error.h"

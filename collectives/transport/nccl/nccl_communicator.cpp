@@ -2,8 +2,6 @@
 
 #include "collectives/transport/nccl/nccl_communicator.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <mutex>
 #include <thread>

@@ -2,8 +2,6 @@
 
 #include "collectives/transport/nccl/nccl_transport.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <utility>
 

@@ -1,7 +1,5 @@
 #include "collectives/transport/tcp/tcp.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cstring>
 #include <optional>

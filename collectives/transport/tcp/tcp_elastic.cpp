@@ -1,7 +1,5 @@
 #include "collectives/transport/tcp/tcp_elastic.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 
 #include "collectives/net/handshake.h"
