@@ -1,6 +1,8 @@
 // The collectives of gradwire.h on the caller's memory. The functions check their arguments and run programs.
 // Programs are built at first use and cached.
 
+#include <fmt/format.h>
+
 #include <limits>
 #include <numeric>
 

@@ -1,5 +1,7 @@
 #include "collectives/c_api/reducer.h"
 
+#include <fmt/format.h>
+
 #include <cmath>
 #include <set>
 

@@ -16,13 +16,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <string>
 
 #include "collectives/net/membership.h"
 #include "collectives/net/socket.h"
 #include "collectives/transport/emulated_link.h"
 #include "collectives/transport/transport.h"
+#include "runtime/util/error.h"
 #include "runtime/util/hash.h"
 
 namespace gradwire {
@@ -92,8 +92,8 @@ inline uint64_t payload_slot(uint64_t tag, size_t bytes) {
   return mix(mix(kPayloadSlot, tag), bytes) | (uint64_t{1} << 63);
 }
 
-struct Mismatch : std::runtime_error {
-  using std::runtime_error::runtime_error;
+struct Mismatch : Error {
+  using Error::Error;
 };
 // Throws Mismatch, which names both ranks and their calls, unless the ranks `rank` and `peer` make the same
 // call.
