@@ -5,6 +5,7 @@
 #   make demo-readme  the same, and write the tables and the picture into README.md and docs/
 #   make test     build and run every test; PART=system, root or code: some of them (scripts/test.sh)
 #   make test-sanitizers  a selection of the tests under ASan and UBSan, and under ThreadSanitizer
+#   make test-full  both with every sweep at full length, which takes hours
 #   make build    the optimized build of everything but the tests, in build/
 #   make build CUDA=pip   the same with nvcc from PyPI, for machines without a CUDA toolkit: installs it in
 #                 build/cuda-pip (1.1 GB); all later builds use it
@@ -40,9 +41,9 @@ BENCH_CHECK_FLAGS ?=
 PART ?=
 SOAK ?= faults
 
-.PHONY: build build-tests demo demo-readme test test-sanitizers test-cuda-host test-frameworks test-pytorch-suite \
-  faults soak bench bench-check host-check experiments plan-check gpu-check machine-code bundle wheel deb docs \
-  setup format clean
+.PHONY: build build-tests demo demo-readme test test-sanitizers test-full test-cuda-host test-frameworks \
+  test-pytorch-suite faults soak bench bench-check host-check experiments plan-check gpu-check machine-code \
+  bundle wheel deb docs setup format clean
 
 build: setup
 	@scripts/configure.sh release
@@ -64,6 +65,9 @@ test: setup
 
 test-sanitizers: setup
 	@scripts/test.sh sanitizers
+
+test-full: setup
+	@export GRADWIRE_FULL_SWEEPS=1; scripts/test.sh; release=$$?; scripts/test.sh sanitizers && exit $$release
 
 test-cuda-host: setup
 	@PYTHON=$(PYTHON) scripts/test_cuda_host.sh
