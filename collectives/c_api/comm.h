@@ -18,6 +18,7 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
 #include "collectives/spec/spec.h"
+#include "kernels/powersgd/powersgd.h"
 #include "runtime/device/device.h"
 #include "runtime/threads/running_clock.h"
 #include "runtime/util/parse.h"
@@ -77,6 +78,14 @@ struct ApiComm {
   // Returns the number of a new reducer. All ranks get the same number, because creating a reducer is
   // collective.
   int next_reducer() { return ++reducers_; }
+
+  // The memory of gw_orthonormalize() for one list of shapes, so that later calls neither allocate nor wait.
+  struct Orthonormalization {
+    MatrixTable table;
+    Buffer step, host_step = {}, scratch = {};
+    Event done = {};  // of the call that used this memory last
+  };
+  std::map<std::vector<int64_t>, Orthonormalization> orthonormalizations;  // [shapes, `second`]
 
   const std::unique_ptr<Communicator> communicator;
   std::mutex mutex;  // held during every call except abort

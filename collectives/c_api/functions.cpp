@@ -186,38 +186,49 @@ gw_status gw_orthonormalize(gw_comm comm, float* values, const int64_t* shapes, 
     if (n == 0) return;
     require(values != nullptr && shapes != nullptr && flags != nullptr, "values, shapes or flags is null");
     require(reinterpret_cast<uintptr_t>(values) % 16 == 0, "values is not aligned to 16 bytes");
-    std::vector<MatrixDescriptor> factors;
-    int64_t end = 0;
-    for (const int64_t* shape = shapes; shape != shapes + int64_t{3} * n; shape += 3) {
-      constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-      require(0 < shape[1] && shape[1] <= shape[0] && shape[0] <= kMost && 0 <= shape[2] && shape[2] <= kMost,
-              "factor {} is {} x {} with number {}", factors.size(), shape[0], shape[1], shape[2]);
-      const auto rows = static_cast<int32_t>(shape[0]), rank = static_cast<int32_t>(shape[1]);
-      factors.push_back({.p_offset = end,
-                         .q_offset = end,
-                         .rows = second != 0 ? rank : rows,
-                         .cols = second != 0 ? rows : rank,
-                         .rank = rank,
-                         .seed_id = static_cast<int32_t>(shape[2])});
-      end += (shape[0] * shape[1] + 3) / 4 * 4;
-    }
     const Stream caller = locked->caller_stream(stream);
-    const MatrixTable table(caller, std::move(factors));
-    const Device device = caller.device();
-    Buffer scratch = make_buffer<double>(device, table.scratch_doubles());
-    Buffer steps = make_buffer<uint64_t>(device, 1);
-    const uint64_t number = static_cast<uint64_t>(step);
-    to_device(caller, steps.as<uint64_t>(), std::span<const uint64_t>(&number, 1));
-    orthonormalize(caller, {.table = &table,
+    std::vector<int64_t> key(shapes, shapes + int64_t{3} * n);
+    key.push_back(second != 0 ? 1 : 0);
+    auto found = locked->orthonormalizations.find(key);
+    if (found == locked->orthonormalizations.end()) {
+      std::vector<MatrixDescriptor> factors;
+      int64_t end = 0;
+      for (const int64_t* shape = shapes; shape != shapes + int64_t{3} * n; shape += 3) {
+        constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+        require(0 < shape[1] && shape[1] <= shape[0] && shape[0] <= kMax && 0 <= shape[2] && shape[2] <= kMax,
+                "factor {} is {} x {} with number {}", factors.size(), shape[0], shape[1], shape[2]);
+        const auto rows = static_cast<int32_t>(shape[0]), rank = static_cast<int32_t>(shape[1]);
+        factors.push_back({.p_offset = end,
+                           .q_offset = end,
+                           .rows = second != 0 ? rank : rows,
+                           .cols = second != 0 ? rows : rank,
+                           .rank = rank,
+                           .seed_id = static_cast<int32_t>(shape[2])});
+        end += (shape[0] * shape[1] + 3) / 4 * 4;
+      }
+      const Device device = caller.device();
+      ApiComm::Orthonormalization made{.table = MatrixTable(caller, std::move(factors)),
+                                       .step = make_buffer<uint64_t>(device, 1),
+                                       .host_step = Buffer::pinned(device, sizeof(uint64_t)),
+                                       .done = Event::create(device)};
+      made.scratch = make_buffer<double>(device, made.table.scratch_doubles());
+      found = locked->orthonormalizations.emplace(std::move(key), std::move(made)).first;
+    }
+    ApiComm::Orthonormalization& memory = found->second;
+    memory.done.synchronize();
+    *memory.host_step.as<uint64_t>() = static_cast<uint64_t>(step);
+    copy(caller, memory.step.data(), memory.host_step.data(), sizeof(uint64_t));
+    orthonormalize(caller, {.table = &memory.table,
                             .which = second != 0 ? Factor::q : Factor::p,
                             .in = values,
                             .out = values,
                             .flags = flags,
                             .keep_flags = true,
                             .seed = seed,
-                            .step = steps.as<const uint64_t>(),
-                            .scratch = scratch.as<double>()});
-    caller.synchronize();  // before its memory is freed
+                            .step = memory.step.as<const uint64_t>(),
+                            .scratch = memory.scratch.as<double>()});
+    memory.done.record(caller);
+    if (caller.device().is_host()) caller.synchronize();
   });
 }
 

@@ -821,7 +821,8 @@ GW_API gw_status gw_reducer_apply(gw_reducer reducer, void* const* grads, const 
                                   const int32_t* step, void* stream);
 
 /** Orthonormalizes the columns of factors of PowerSGD, in place. Replaces a zero or dependent column by a
- * random direction, the same on every rank. Blocks; communicates with no other rank.
+ * random direction, the same on every rank. Communicates with no other rank. The first call with a list of
+ * shapes allocates memory, which the communicator keeps; later ones wait for the previous one with that list.
  *
  * @param comm    determines the device.
  * @param values  the factors, each of which begins at the next multiple of 4 elements; aligned to 16 bytes.

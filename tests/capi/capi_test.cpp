@@ -382,4 +382,43 @@ TEST(CApi, ReducersOfOneCommunicatorOverlapWithoutMixing) {
   });
 }
 
+// Two lists of shapes in turn: each call uses the memory of an earlier call with its shapes.
+TEST(CApi, OrthonormalizeGivesOrthonormalColumnsInEveryCall) {
+  run_ranks(1, [&](gw_comm comm, int) {
+    const std::vector<std::vector<int64_t>> lists = {{40, 3, 0, 7, 2, 1}, {129, 5, 4}};
+    std::vector<float> dependent[4];  // [call]: the second column, which was a copy of the first one
+    for (int call = 0; call < 4; ++call) {
+      const std::vector<int64_t>& shapes = lists[call % 2];
+      const auto n = static_cast<int32_t>(shapes.size() / 3);
+      std::vector<size_t> begins;
+      size_t end = 0;
+      for (int32_t i = 0; i < n; ++i) {
+        begins.push_back(end);
+        end += static_cast<size_t>(shapes[3 * i] * shapes[3 * i + 1] + 3) / 4 * 4;
+      }
+      auto values = normal(static_cast<int64_t>(end), static_cast<unsigned>(call));
+      for (int64_t r = 0; r < shapes[0]; ++r) values[r * shapes[1] + 1] = values[r * shapes[1]];
+      std::vector<int32_t> flags(static_cast<size_t>(n), 0);
+      GW_ASSERT_OK(
+          gw_orthonormalize(comm, values.data(), shapes.data(), n, 0, 1, call / 2, flags.data(), nullptr));
+      for (int32_t i = 0; i < n; ++i) {
+        EXPECT_EQ(flags[i], 0);
+        const float* factor = values.data() + begins[i];
+        for (int64_t a = 0; a < shapes[3 * i + 1]; ++a) {
+          for (int64_t b = 0; b <= a; ++b) {
+            double product = 0;
+            for (int64_t r = 0; r < shapes[3 * i]; ++r) {
+              product += double{factor[r * shapes[3 * i + 1] + a]} * factor[r * shapes[3 * i + 1] + b];
+            }
+            EXPECT_NEAR(product, a == b ? 1.0 : 0.0, 1e-6) << "call " << call << " factor " << i;
+          }
+        }
+      }
+      for (int64_t r = 0; r < shapes[0]; ++r) dependent[call].push_back(values[r * shapes[1] + 1]);
+    }
+    EXPECT_NE(dependent[0], dependent[2]) << "the draws of steps 0 and 1";
+    EXPECT_NE(dependent[1], dependent[3]);
+  });
+}
+
 }  // namespace
