@@ -13,20 +13,8 @@
 #include "tests/support/devices.h"
 #include "tests/support/thinned.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::count_of;
-using testing::expect_conservation;
-using testing::flat;
-using testing::gradients_for;
-using testing::model;
-using testing::norm;
-using testing::Rank;
-using testing::run_ranks;
-using testing::same_bits;
-using testing::thinned;
-using testing::values_of;
 
 using SpecCase = std::tuple<Device, std::string>;
 std::string case_name(const ::testing::TestParamInfo<SpecCase>& info) {
@@ -48,14 +36,14 @@ class EverySpec : public ::testing::TestWithParam<SpecCase> {};
 std::vector<std::pair<int, int>> worlds_and_steps(Device device, const std::string& spec) {
   std::vector<std::pair<int, int>> all = {{1, 12}, {2, 100}, {3, 12}, {4, 12}, {5, 4},
                                           {6, 4},  {7, 4},   {8, 4},  {16, 2}};
-  if (testing::full_sweeps()) {
+  if (full_sweeps()) {
     for (auto& [world, steps] : all) steps = world <= 3 ? 100 : world <= 8 ? 10 : 4;
     return all;
   }
   // The host shows the drift of long runs; GPUs add kernels, streams and copies, and simulated GPUs are slow.
   // Sanitizers check memory and ordering, not drift.
   if (device.is_cuda()) all = {{1, 4}, {2, 12}, {3, 6}, {4, 6}, {8, 2}};
-  if (testing::short_sweeps()) all = {{1, 3}, {2, 3}, {3, 3}, {5, 3}, {8, 3}};
+  if (short_sweeps()) all = {{1, 3}, {2, 3}, {3, 3}, {5, 3}, {8, 3}};
   const auto specs = example_specs_with_schedules();
   const auto turn = static_cast<size_t>(std::ranges::find(specs, spec) - specs.begin());
   std::vector<std::pair<int, int>> some;
@@ -75,14 +63,14 @@ TEST_P(EverySpec, LosesNothingAndKeepsRanksIdentical) {
 void expect_bounded_residual(int world, const std::string& spec) {
   double halfway = 0, last = 0;
   run_ranks(world, Device::host(), [&](Communicator& comm) {
-    comm.set_ranks_per_node(testing::ranks_per_node(world));
+    comm.set_ranks_per_node(ranks_per_node(world));
     Rank rank(comm, spec, {{"a", {128, 31}}, {"b", {64, 64}}}, 1 << 20);
     const bool observed = comm.rank() == world - 1;
     for (int s = 0; s < 100; ++s) {
       rank.step(gradients_for(rank.tensors, static_cast<uint32_t>(s * world + comm.rank() + 1)));
-      if (observed && s == 50) halfway = testing::squared_norm(rank.residual());
+      if (observed && s == 50) halfway = squared_norm(rank.residual());
     }
-    if (observed) last = testing::squared_norm(rank.residual());
+    if (observed) last = squared_norm(rank.residual());
   });
   EXPECT_GT(halfway, 0) << spec;
   EXPECT_LE(last, 4 * halfway) << spec;
@@ -115,7 +103,7 @@ TEST(ErrorFeedback, KeepsABoundedResidualForEveryAcceptedFormatInEverySchedule) 
       expect_bounded_residual(4, kept);
     }
   }
-  if (!testing::short_sweeps()) {
+  if (!short_sweeps()) {
     EXPECT_EQ(refused, 2) << "terngrad at random with clip=2.5 and clip=off";
   }
 }
@@ -281,4 +269,4 @@ TEST_P(HardGradients, HugeGradientsStayFiniteOnTheWire) {
 GW_INSTANTIATE_ON_DEVICES(HardGradients);
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -14,18 +14,8 @@
 #include "tests/support/devices.h"
 #include "tests/support/thinned.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::full_sweeps;
-using testing::gradients_for;
-using testing::kept_rounding;
-using testing::norm;
-using testing::normal;
-using testing::Rank;
-using testing::ranks_per_node;
-using testing::run_ranks;
-using testing::squared_norm;
 
 namespace containment {
 
@@ -202,10 +192,10 @@ class Containment : public ::testing::TestWithParam<Device> {};
 // Rotates through schedules, worlds, layouts, positions and values for each spec. GRADWIRE_FULL_SWEEPS=1
 // tests more combinations.
 TEST_P(Containment, NonFiniteGradientsChangeNoOtherTensor) {
-  const std::vector<std::string> schedules = testing::schedule_names();
+  const std::vector<std::string> schedules = schedule_names();
   const auto shapes = tensors();
   size_t turn = 0, cases = 0;
-  for (const std::string& spec : testing::thinned(all_specs(), 12)) {
+  for (const std::string& spec : thinned(all_specs(), 12)) {
     const bool wire = CompressionSpec::parse(spec).method == CompressionSpec::Method::wire;
     for (size_t k = 0; k < (full_sweeps() ? 24 : 2); ++k, ++turn) {
       const auto layout = static_cast<Layout>(turn % (wire ? 3 : 2));
@@ -291,4 +281,4 @@ GW_INSTANTIATE_ON_DEVICES(Containment);
 
 }  // namespace containment
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

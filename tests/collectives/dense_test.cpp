@@ -12,13 +12,8 @@
 #include "tests/support/devices.h"
 #include "tests/support/expect.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::gradients_for;
-using testing::model;
-using testing::Rank;
-using testing::run_ranks;
 
 class DenseTensors : public ::testing::TestWithParam<Device> {};
 GW_INSTANTIATE_ON_DEVICES(DenseTensors);
@@ -49,8 +44,7 @@ Averages averages_of(Device device, const std::string& spec, int64_t bucket_byte
 std::set<std::string> exact_tensors(const Averages& out, const Averages& fp32) {
   std::set<std::string> names;
   for (size_t i = 0; i < out.tensors.size(); ++i) {
-    if (model()[i].count() > 0 && testing::same_bits(out.tensors[i], fp32.tensors[i]))
-      names.insert(model()[i].name);
+    if (model()[i].count() > 0 && same_bits(out.tensors[i], fp32.tensors[i])) names.insert(model()[i].name);
   }
   return names;
 }
@@ -81,7 +75,7 @@ TEST_P(DenseTensors, DoNotAffectOtherTensors) {
     if (is_dense(CompressionSpec::parse("bf16:dense=auto"),
                  {model()[i].name, matrix_of(model()[i]).first, matrix_of(model()[i]).second}))
       continue;
-    EXPECT_TRUE(testing::same_bits(plain.tensors[i], dense.tensors[i])) << model()[i].name;
+    EXPECT_TRUE(same_bits(plain.tensors[i], dense.tensors[i])) << model()[i].name;
   }
 }
 
@@ -91,7 +85,7 @@ TEST_P(DenseTensors, BucketsWithoutDenseTensorsSendTheSameBytes) {
   EXPECT_EQ(none.wire_bytes, plain.wire_bytes);
   EXPECT_EQ(none.description, plain.description);
   for (size_t i = 0; i < model().size(); ++i) {
-    EXPECT_TRUE(testing::same_bits(none.tensors[i], plain.tensors[i])) << model()[i].name;
+    EXPECT_TRUE(same_bits(none.tensors[i], plain.tensors[i])) << model()[i].name;
   }
 }
 
@@ -160,10 +154,10 @@ TEST(Dense, NamesPatternsThatMatchNothing) {
   const std::vector<std::string> names{"head.weight", "head.bias"};
   check_dense_names(CompressionSpec::parse("int8:dense=auto+*.bias"), names);
   check_dense_names(CompressionSpec::parse("int8"), names);
-  testing::expect_error<BadInput>(
+  expect_error<BadInput>(
       [&] { check_dense_names(CompressionSpec::parse("int8:dense=*.bias+*.biass"), names); },
       {"dense=*.biass", "head.weight"});
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -10,16 +10,8 @@
 #include "tests/collectives/reducer_rank.h"
 #include "tests/support/devices.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::flat;
-using testing::gradients_for;
-using testing::model;
-using testing::Rank;
-using testing::run_ranks;
-using testing::same_bits;
-using testing::values_of;
 
 using Gradients = std::vector<std::vector<float>>;
 
@@ -215,4 +207,4 @@ TEST_P(DionTest, MomentumContinuesInAnotherWorld) {
 GW_INSTANTIATE_ON_DEVICES(DionTest);
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

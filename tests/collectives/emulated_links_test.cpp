@@ -14,11 +14,10 @@
 #include "runtime/util/error.h"
 #include "tests/support/expect.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
 using namespace std::chrono_literals;
-using testing::expect_error;
 
 const EmulatedLink kFast{.bits_per_s = 1e9, .delay = 200us}, kSlow{.bits_per_s = 1e5};
 constexpr size_t kBytes = 1 << 20;  // takes 84 s over kSlow
@@ -134,4 +133,4 @@ TEST(EmulatedLinks, SlowTransfersBetweenProcessesEndByTheDeadlineOrAnInterrupt) 
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -14,12 +14,8 @@
 #include "tests/collectives/schedule_mutator.h"
 #include "tests/support/expect.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::expect_has;
-using testing::run_once;
-using testing::run_ranks;
 
 // Expects execution to agree with the checker: correct schedules give the sum, and wrong schedules give an
 // error or a wrong sum.
@@ -27,8 +23,8 @@ TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
   std::mt19937_64 random(7);
   int right = 0, wrong = 0;
   while (right < 60 || wrong < 500) {
-    Schedule s = testing::random_schedule(random, 6);
-    std::string change = testing::Mutator(s, random).mutate();
+    Schedule s = random_schedule(random, 6);
+    std::string change = Mutator(s, random).mutate();
     CheckReport report = check(s);
     // The executor does not handle invalid peers and chunks.
     if (!report.violations.empty() && report.violations[0].rule == CheckReport::Rule::form) continue;
@@ -125,4 +121,4 @@ TEST(LocalTransport, ReportsRanksThatDisagree) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

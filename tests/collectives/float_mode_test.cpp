@@ -13,18 +13,13 @@
 #ifdef __x86_64__
 #include <xmmintrin.h>
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::gradients_for;
-using testing::Rank;
-using testing::run_ranks;
-using testing::same_bits;
 
 constexpr unsigned kFlush = 0x8040;  // flush to zero, denormals are zero
 
 TEST(FloatMode, RanksThatFlushSubnormalNumbersHaveTheSameBits) {
-  for (const std::string& spec : testing::thinned(example_specs(), 12)) {
+  for (const std::string& spec : thinned(example_specs(), 12)) {
     std::vector<std::vector<float>> result(4), residual(4);
     for (const bool flush : {false, true}) {
       run_ranks(2, Device::host(), [&](Communicator& comm) {
@@ -70,5 +65,5 @@ TEST(FloatMode, ParallelForComputesWithSubnormalNumbers) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing
 #endif

@@ -11,21 +11,8 @@
 #include "tests/support/devices.h"
 #include "tests/support/thinned.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::allreduce;
-using testing::for_schedules;
-using testing::HalfOutcome;
-using testing::norm;
-using testing::normals;
-using testing::Outcome;
-using testing::run_half;
-using testing::same_bits;
-using testing::schedules;
-using testing::shard_of;
-using testing::thinned;
-using testing::Values;
 
 class HalvesTest : public ::testing::TestWithParam<Device> {
  protected:
@@ -65,8 +52,8 @@ TEST_P(HalvesTest, SlicesChangeNoBitOfAHalf) {
         for (int r = 0; r < 4; ++r) {
           const bool gather = half.collective == Collective::all_gather;
           const int64_t shard = elements_owned(half, r, count, wire->granularity);
-          inputs.push_back(testing::normal(gather ? shard : count, 10 + r));
-          residuals.push_back(testing::normal(gather ? shard : count, 20 + r, 0.01f));
+          inputs.push_back(normal(gather ? shard : count, 10 + r));
+          residuals.push_back(normal(gather ? shard : count, 20 + r, 0.01f));
         }
         Program::Options options{.what = "test", .wire = wire};
         const HalfOutcome once = run_half(GetParam(), half, count, inputs, residuals, options);
@@ -238,8 +225,8 @@ TEST_P(HalvesTest, BroadcastGivesAllRanksTheRootsValues) {
           const std::string what = fmt::format("{} {} n={} root {} count {}", wire->name, name(schedule.kind),
                                                schedule.world, root, count);
           Values inputs(static_cast<size_t>(schedule.world)), residuals = inputs;
-          inputs[root] = testing::normal(count, 7);
-          residuals[root] = testing::normal(count, 8, 0.01f);
+          inputs[root] = normal(count, 7);
+          residuals[root] = normal(count, 8, 0.01f);
           const HalfOutcome outcome =
               run_half(GetParam(), schedule, count, inputs, residuals,
                        {.what = "test", .wire = wire, .fp32_intra_node = fp32_intra_node});
@@ -300,4 +287,4 @@ TEST_P(HalvesTest, ErrorOfADirectReduceScatterIsFlatInTheRanks) {
 GW_INSTANTIATE_ON_DEVICES(HalvesTest);
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -22,11 +22,9 @@
 #include "tests/support/sockets.h"
 #include "tests/support/temporary_folder.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
-using testing::introduce;
-using testing::receive_exactly;
 using namespace std::chrono_literals;
 using State = Challenge::State;
 
@@ -246,7 +244,7 @@ TEST_F(HandshakeTest, RejectsRandomBytes) {
 }
 
 TEST(Secret, IsTheSameFromAVariableAndAFile) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const std::string path = folder.path("secret");
   const auto set = [&](const char* variable, const std::string& text) {
     unsetenv("GRADWIRE_SECRET");
@@ -268,33 +266,33 @@ TEST(Secret, IsTheSameFromAVariableAndAFile) {
                                             {"\xEF\xBB\xBF", "empty or blank"},
                                             {std::string(5000, 'a'), "longer than 4096 bytes"}}) {
       set(variable, text);
-      testing::expect_error<BadInput>([] { secret_from_environment(); }, {variable, why});
+      expect_error<BadInput>([] { secret_from_environment(); }, {variable, why});
     }
   }
   set("GRADWIRE_SECRET_FILE", std::string("a\0b", 3));
-  testing::expect_error<BadInput>([] { secret_from_environment(); }, {path, "NUL byte"});
+  expect_error<BadInput>([] { secret_from_environment(); }, {path, "NUL byte"});
   set("GRADWIRE_SECRET_FILE", std::string(4096, 'a'));
   EXPECT_EQ(secret_from_environment().size(), 4096u);
   unsetenv("GRADWIRE_SECRET_FILE");
 }
 
 TEST(Secret, MustBeInAFileReadableOnlyByItsOwner) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const std::string path = folder.path("secret");
   std::ofstream(path) << "of the file\n";
   setenv("GRADWIRE_SECRET_FILE", path.c_str(), 1);
   chmod(path.c_str(), 0644);
-  testing::expect_error<BadInput>([] { secret_from_environment(); }, {path, "mode 644", "chmod 600"});
+  expect_error<BadInput>([] { secret_from_environment(); }, {path, "mode 644", "chmod 600"});
   chmod(path.c_str(), 0600);
   EXPECT_EQ(secret_from_environment(), "of the file");
   setenv("GRADWIRE_SECRET", "direct", 1);
-  testing::expect_error<BadInput>([] { secret_from_environment(); }, {"both set"});
+  expect_error<BadInput>([] { secret_from_environment(); }, {"both set"});
   unsetenv("GRADWIRE_SECRET_FILE");
   EXPECT_EQ(secret_from_environment(), "direct");
   unsetenv("GRADWIRE_SECRET");
   EXPECT_EQ(secret_from_environment(), "");
   setenv("GRADWIRE_SECRET_FILE", folder.path("nowhere").c_str(), 1);
-  testing::expect_error<BadInput>([] { secret_from_environment(); }, {"nowhere", "No such file"});
+  expect_error<BadInput>([] { secret_from_environment(); }, {"nowhere", "No such file"});
   unsetenv("GRADWIRE_SECRET_FILE");
   EXPECT_NE(random_secret(), random_secret());
 }
@@ -317,8 +315,8 @@ TEST(RejectedConnections, LogsEachAddressAndLimitsTheLinesOfAFlood) {
     ++lines;
   }
   EXPECT_LT(lines, 15 + RejectedConnections::kMostNamed + 20);
-  testing::expect_has(last, {"(65536 so far from more addresses than are named)"});
+  expect_has(last, {"(65536 so far from more addresses than are named)"});
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -14,13 +14,12 @@
 #include "runtime/util/error.h"
 #include "tests/support/expect.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
 using namespace std::chrono_literals;
 using Time = LinkPacer::Time;
 using Flow = LinkPacer::Flow;
-using testing::expect_error;
 
 constexpr Time kStart{1h};
 
@@ -280,4 +279,4 @@ TEST(LinkPacer, ReceivesAfterAChangeToTheSlowestRate) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

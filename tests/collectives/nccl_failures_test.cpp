@@ -9,19 +9,9 @@
 #include "tests/support/expect.h"
 #include "tests/support/temporary_folder.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
-using testing::all_to_all;
-using testing::expect_error;
-using testing::expect_has;
-using testing::fake_nccl;
-using testing::fake_setup;
-using testing::FakeComm;
-using testing::FakeWorld;
-using testing::HostCalls;
-using testing::NcclRank;
-using testing::run_nccl;
 using namespace std::chrono_literals;
 
 TEST(NcclFailures, NamesASilentPeerAndAborts) {
@@ -106,7 +96,7 @@ TEST(NcclFailures, AnErrorInsideAGroupStillEndsTheGroup) {
         transport.exchange(stream, {{Transfer::Kind::send, 1, &byte, 1}}, {1, "a send"});
       },
       {"a send", "fake error", "1 send (1 bytes) to rank 1"});
-  EXPECT_EQ(testing::fake_group().depth, 0);
+  EXPECT_EQ(fake_group().depth, 0);
   EXPECT_EQ(transport.bytes_sent(), 0u);
 }
 
@@ -182,7 +172,7 @@ struct Store {
         GroupOptions{"file://" + folder.path("store"), comm.rank, comm.world, timeout});
     return s;
   }
-  testing::TemporaryFolder folder;
+  TemporaryFolder folder;
 };
 
 TEST(NcclFailures, ReportsDifferingCallsBeforeAnyExchange) {
@@ -245,9 +235,9 @@ TEST(NcclFailures, ReportsAFailedJoin) {
   const auto gpu = std::make_shared<HostCalls>();
   ncclComm_t comm = init_nccl(api, gpu, 0, 2, {}, later);
   ASSERT_NE(comm, nullptr);
-  testing::fake(comm).async = ncclRemoteError;
+  fake(comm).async = ncclRemoteError;
   EXPECT_THROW(init_nccl(api, gpu, 0, 2, {}, later), CommError);
-  EXPECT_EQ(testing::fake(comm).aborted, 1);
+  EXPECT_EQ(fake(comm).aborted, 1);
   hang = true;  // NCCL waits for a rank that does not arrive
   expect_error<CommError>([&] { init_nccl(api, gpu, 0, 2, {}, SteadyClock::now() + 100ms); },
                           {"rank 0 of 2", "no progress until the deadline"});
@@ -256,4 +246,4 @@ TEST(NcclFailures, ReportsAFailedJoin) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -15,17 +15,9 @@
 #include "tests/support/expect.h"
 #include "tests/support/schedules.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
-using testing::all_to_all;
-using testing::expect_has;
-using testing::fake_setup;
-using testing::FakeWorld;
-using testing::HostCalls;
-using testing::NcclRank;
-using testing::no_errors;
-using testing::run_nccl;
 using namespace std::chrono_literals;
 
 TEST(Nccl, AnExchangeIsOneGroupInTheOrderGiven) {
@@ -57,7 +49,7 @@ TEST(Nccl, AnExchangeIsOneGroupInTheOrderGiven) {
 
 std::vector<float> allreduced(Transport& transport, const Schedule& schedule, Wire wire) {
   const int64_t count = 1027;
-  std::vector<float> data = testing::normal(count, 1000 + transport.rank()), residual(count, 0.0f);
+  std::vector<float> data = normal(count, 1000 + transport.rank()), residual(count, 0.0f);
   Stream stream = Stream::create(Device::host(), "test"), transfers = Stream::create(Device::host(), "move");
   Program program(transport, schedule, {data.data(), data.data(), residual.data(), count},
                   {.what = "test", .wire = wire, .transfers = transfers, .slice_bytes = 512});
@@ -73,7 +65,7 @@ std::vector<float> allreduced(Transport& transport, const Schedule& schedule, Wi
 
 TEST(Nccl, SchedulesAndWiresGiveTheSameBitsAsThreads) {
   for (int n : {2, 3, 4}) {
-    for (const Schedule& schedule : testing::allreduces(n)) {
+    for (const Schedule& schedule : allreduces(n)) {
       for (Wire wire : {kFp32, kBf16, kFp8}) {
         FakeWorld world(n);
         // NCCL is busy like this while connecting in the background
@@ -83,7 +75,7 @@ TEST(Nccl, SchedulesAndWiresGiveTheSameBitsAsThreads) {
           got[r.transport->rank()] = allreduced(*r.transport, schedule, wire);
         });
         EXPECT_EQ(errors, no_errors(n));
-        testing::run_ranks(n, Device::host(), [&](Communicator& comm) {
+        run_ranks(n, Device::host(), [&](Communicator& comm) {
           expected[comm.rank()] = allreduced(comm.transport(), schedule, wire);
         });
         EXPECT_EQ(got, expected) << n << " ranks, " << name(schedule.kind) << ", " << wire->name;
@@ -257,4 +249,4 @@ TEST(Nccl, PartsOutliveTheirParentGroup) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

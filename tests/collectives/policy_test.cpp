@@ -19,18 +19,8 @@
 #include "tests/support/schedules.h"
 #include "tests/support/thinned.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::flat;
-using testing::gradients_for;
-using testing::model;
-using testing::norm;
-using testing::Rank;
-using testing::run_ranks;
-using testing::same_bits;
-using testing::thinned;
-using testing::values_of;
 
 class Policies : public ::testing::TestWithParam<Device> {};
 GW_INSTANTIATE_ON_DEVICES(Policies);
@@ -49,7 +39,7 @@ std::vector<float> state_of(Rank& rank, const std::string& kind) {
 // Adds up the ranks' values. `of` is indexed by rank.
 std::vector<double> sum_of(const std::vector<std::vector<float>>& of) {
   std::vector<double> sum(of[0].size());
-  for (const auto& values : of) testing::add_to(sum, values);
+  for (const auto& values : of) add_to(sum, values);
   return sum;
 }
 
@@ -66,12 +56,12 @@ const std::vector<std::string> kEf21Specs = {"int8:ef=ef21",
 TEST_P(Policies, Ef21AppliesTheMeanOfTheRanksEstimates) {
   constexpr int kSteps = 8;
   for (const std::string& spec : thinned(kEf21Specs)) {
-    for (const std::string& schedule : testing::schedule_names()) {
+    for (const std::string& schedule : schedule_names()) {
       for (int world : {2, 4, 5}) {
         SCOPED_TRACE(fmt::format("{},schedule={}, {} ranks", spec, schedule, world));
         std::vector<std::vector<float>> results(world), deviations(world), inputs(world);
         run_ranks(world, GetParam(), [&](Communicator& comm) {
-          comm.set_ranks_per_node(testing::ranks_per_node(world));
+          comm.set_ranks_per_node(ranks_per_node(world));
           Rank rank(comm, spec + ",schedule=" + schedule, model(), 16 << 10);
           const auto me = static_cast<size_t>(comm.rank());
           for (int s = 0; s < kSteps; ++s) {
@@ -358,12 +348,12 @@ TEST_P(Policies, MaxNormClipsEachTensorBeforeAllElse) {
                                        "powersgd:rank=2,start=1",
                                        "randk:ratio=0.1,ef=off"};
   for (const std::string& spec : thinned(specs)) {
-    for (const std::string& schedule : testing::schedule_names()) {
+    for (const std::string& schedule : schedule_names()) {
       for (int world : {2, 4, 5}) {
         SCOPED_TRACE(fmt::format("{},schedule={}, {} ranks", spec, schedule, world));
         const auto limit = static_cast<float>(kMaxNorm / std::sqrt(world));
         run_ranks(world, GetParam(), [&](Communicator& comm) {
-          comm.set_ranks_per_node(testing::ranks_per_node(world));
+          comm.set_ranks_per_node(ranks_per_node(world));
           const std::string all = spec + ",schedule=" + schedule;
           Rank plain(comm, all, model(), 16 << 10);
           Rank clips(comm, all + fmt::format(",max_norm={}", kMaxNorm), model(), 16 << 10);
@@ -387,9 +377,8 @@ TEST_P(Policies, MaxNormClipsEachTensorBeforeAllElse) {
 TEST(Policy, ShardedReducersRefuseWhatNeedsTheWholeMean) {
   run_ranks(2, Device::host(), [&](Communicator& comm) {
     for (const char* spec : {"int8:ef=ef21", "topk:momentum=0.9"}) {
-      testing::expect_error<BadInput>(
-          [&] { Rank rank(comm, spec, model(), ReducerOptions{.sharded = true}); },
-          {spec, "needs the whole mean"});
+      expect_error<BadInput>([&] { Rank rank(comm, spec, model(), ReducerOptions{.sharded = true}); },
+                             {spec, "needs the whole mean"});
     }
     constexpr const char* kSpec = "int8:start=1,ef_decay=0.9";
     Rank rank(comm, kSpec, model(), ReducerOptions{.sharded = true});
@@ -402,4 +391,4 @@ TEST(Policy, ShardedReducersRefuseWhatNeedsTheWholeMean) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -19,21 +19,8 @@
 #include "tests/support/devices.h"
 #include "tests/support/thinned.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::allreduce;
-using testing::Conservation;
-using testing::for_schedules;
-using testing::norm;
-using testing::normals;
-using testing::Outcome;
-using testing::run_once;
-using testing::run_ranks;
-using testing::same_bits;
-using testing::schedules;
-using testing::thinned;
-using testing::Values;
 
 class AllreduceTest : public ::testing::TestWithParam<Device> {
  protected:
@@ -381,4 +368,4 @@ TEST_P(AllreduceTest, TwoShotStaysFlatWhereARingsErrorGrows) {
 GW_INSTANTIATE_ON_DEVICES(AllreduceTest);
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

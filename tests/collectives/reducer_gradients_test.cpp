@@ -10,14 +10,8 @@
 #include "runtime/util/error.h"
 #include "tests/collectives/reducer_rank.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::count_of;
-using testing::gradients_for;
-using testing::model;
-using testing::run_ranks;
-using testing::same_bits;
 
 class AdoptedGradients : public ::testing::TestWithParam<const char*> {};
 
@@ -205,4 +199,4 @@ TEST(Reducer, AdoptRejectsUnusableAddresses) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

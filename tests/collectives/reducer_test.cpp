@@ -11,18 +11,8 @@
 #include "tests/collectives/reducer_rank.h"
 #include "tests/support/expect.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::count_of;
-using testing::expect_error;
-using testing::flat;
-using testing::gradients_for;
-using testing::model;
-using testing::normal;
-using testing::Rank;
-using testing::run_ranks;
-using testing::same_bits;
 
 TEST(Reducer, SameSeedGivesTheSameBits) {
   for (const char* spec : {"bf16:round=stochastic", "powersgd:rank=2,wire=bf16,round=stochastic"}) {
@@ -258,8 +248,7 @@ TEST(Reducer, StepsAreReplacedOnlyByStepsOfTheSameTurn) {
     Rank rank(comm, "powersgd:rank=2,alternate=on", model(), 16 << 10);
     EXPECT_EQ(rank.reducer.period(), 2);
     for (uint32_t step = 0; step < 3; ++step) rank.step(gradients_for(rank.tensors, step));
-    testing::expect_error<BadInput>([&] { rank.reducer.replayed(2); },
-                                    {"step 2 cannot replace step 3", "every 2"});
+    expect_error<BadInput>([&] { rank.reducer.replayed(2); }, {"step 2 cannot replace step 3", "every 2"});
     EXPECT_NO_THROW(rank.reducer.replayed(1));
     Rank other(comm, "powersgd:rank=2", model(), 16 << 10);
     EXPECT_EQ(other.reducer.period(), 1);
@@ -412,7 +401,7 @@ TEST(Reducer, NamesMissingAndRepeatedGradients) {
   run_ranks(2, Device::host(), [&](Communicator& comm) {
     Rank rank(comm, "fp32", {{"first", {4}}, {"second", {4}}}, 1 << 20);
     rank.reducer.ready(0, rank.stream);
-    testing::expect_error<Error>([&] { rank.reducer.wait(rank.stream); }, {"'second'"});
+    expect_error<Error>([&] { rank.reducer.wait(rank.stream); }, {"'second'"});
     EXPECT_THROW(rank.reducer.ready(0, rank.stream), Error);
     EXPECT_THROW(rank.reducer.ready(2, rank.stream), BadInput);
   });
@@ -430,4 +419,4 @@ TEST(Reducer, RankFailuresFailTheOtherRanksWithoutDeadlock) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -11,10 +11,8 @@
 #include "tests/collectives/reducer_rank.h"
 #include "tests/support/devices.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::same_bits;
 
 // A residual with a workspace and a step number that seeds the residual's random draws.
 class Kept {
@@ -77,7 +75,7 @@ GW_INSTANTIATE_ON_DEVICES(ResidualTest);
 // Returns values with one large value in each block of 128. The other values are as small as 1/10000 of the
 // large value, far below half a step of int8. All values exceed a step of bf16.
 std::vector<float> small_beside_large(int64_t count) {
-  std::vector<float> values = testing::normal(count, 3);
+  std::vector<float> values = normal(count, 3);
   for (int64_t i = 0; i < count; ++i) {
     values[i] *= i % 128 == 0 ? 4.0f : i % 2 == 0 ? 1.0f : 1e-3f;
   }
@@ -129,7 +127,7 @@ TEST_P(ResidualTest, MeanOfManyDrawsIsTheExactResidual) {
 // conservation_test.cpp relies on this ratio.
 TEST_P(ResidualTest, SquaredErrorOfOneStepIsTwiceThatOfNearest) {
   constexpr int64_t kCount = 1 << 16;
-  const std::vector<float> values = testing::normal(kCount, 5);
+  const std::vector<float> values = normal(kCount, 5);
   for (const std::string format : {"bf16", "int8"}) {
     const auto kept = Kept(GetParam(), format, kCount).keep(values);
     double error = 0, norm = 0;
@@ -167,7 +165,7 @@ TEST_P(ResidualTest, PiecesAreRestoredBitForBit) {
   for (const std::string format : {"bf16", "int8"}) {
     Kept from(GetParam(), format, kCount), to(GetParam(), format, kCount, 8);
     const std::vector<float> saved = from.keep(small_beside_large(kCount));
-    to.keep(testing::normal(kCount, 9));
+    to.keep(normal(kCount, 9));
     const std::vector<std::pair<int64_t, int64_t>> pieces{{2100, 2000}, {0, 1}, {1, 2099}, {4100, 903}};
     for (auto [first, count] : pieces) to.clear(first, count);
     for (auto [first, count] : pieces) {
@@ -205,4 +203,4 @@ TEST(Residual, ManyBucketsTakeFewerBytesThanFp32) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

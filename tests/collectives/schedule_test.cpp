@@ -12,10 +12,8 @@
 #include "tests/support/expect.h"
 #include "tests/support/schedules.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::allreduces;
 
 #ifdef GRADWIRE_SANITIZED
 constexpr int kMaxRanks = 24;  // fewer ranks, because sanitizer builds are ten times slower
@@ -30,7 +28,7 @@ void expect_proven(const Schedule& s, const std::string& what) {
 }
 
 void expect_executes(const Schedule& s, uint64_t seed, const std::string& what) {
-  EXPECT_EQ(testing::Interpreter(s, seed).run(), std::nullopt) << what;
+  EXPECT_EQ(Interpreter(s, seed).run(), std::nullopt) << what;
 }
 
 TEST(Schedule, AllreducesAndTheirHalvesAreCorrectForEveryWorldAndShape) {
@@ -236,7 +234,7 @@ TEST(MakeSchedule, MakesEveryKind) {
 
 TEST(MakeSchedule, RejectsInvalidSchedules) {
   auto error = [](ScheduleKind kind, int world, Topology topology) {
-    return testing::expect_error<BadInput>([&] { make_schedule(kind, world, topology); }, {});
+    return expect_error<BadInput>([&] { make_schedule(kind, world, topology); }, {});
   };
   using K = ScheduleKind;
   EXPECT_EQ(error(K::hierarchical, 6, {}),
@@ -247,12 +245,12 @@ TEST(MakeSchedule, RejectsInvalidSchedules) {
   EXPECT_EQ(
       error(K::hierarchical, 7, {.nodes = 2, .per_node = 4}),
       "schedule=hierarchical: 7 ranks are not 2 nodes of 4 ranks; use nodes of equal size or schedule=ring");
-  testing::expect_has(error(K::hierarchical, 100, {.nodes = 1}), {"use schedule=ring"});
-  testing::expect_has(error(K::two_shot, 66, {}), {"use schedule=ring"});
-  testing::expect_has(error(K::ring, 0, {}), {"at least 1 rank"});
+  expect_has(error(K::hierarchical, 100, {.nodes = 1}), {"use schedule=ring"});
+  expect_has(error(K::two_shot, 66, {}), {"use schedule=ring"});
+  expect_has(error(K::ring, 0, {}), {"at least 1 rank"});
   EXPECT_THROW(hierarchical(2, 2, ScheduleKind::tree), BadInput);
   EXPECT_THROW(pipelined(ring(2), 0), BadInput);
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

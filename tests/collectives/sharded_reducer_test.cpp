@@ -8,14 +8,8 @@
 #include "tests/support/devices.h"
 #include "tests/support/thinned.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::gradients_for;
-using testing::model;
-using testing::norm;
-using testing::run_ranks;
-using testing::thinned;
 
 class ShardedReducer : public ::testing::TestWithParam<Device> {
  protected:
@@ -31,7 +25,7 @@ class ShardedReducer : public ::testing::TestWithParam<Device> {
     Result all;
     std::mutex mutex;
     run_ranks(world, GetParam(), [&](Communicator& comm) {
-      comm.set_ranks_per_node(testing::ranks_per_node(world));
+      comm.set_ranks_per_node(ranks_per_node(world));
       const Stream stream = Stream::create(comm.device(), "compute");
       Reducer reducer(comm, CompressionSpec::parse(spec), model(),
                       {.bucket_bytes = 16 << 10, .seed = 5, .slice_bytes = 0, .sharded = sharded});
@@ -57,7 +51,7 @@ class ShardedReducer : public ::testing::TestWithParam<Device> {
       std::vector<double> kept(elements);
       for (const TensorState& state : reducer.tensor_state()) {
         if (state.kind != kResidualKind) continue;
-        const auto part = testing::values_of(stream, state);
+        const auto part = values_of(stream, state);
         std::copy(part.begin(), part.end(), kept.begin() + reducer.offset(state.tensor));
       }
       std::lock_guard lock(mutex);
@@ -86,7 +80,7 @@ TEST_P(ShardedReducer, OwnersMatchAllreduceBitForBit) {
     for (int world : thinned({2, 3, 4, 8}, 2)) {
       const Result whole = run(spec, world, 2, false), sharded = run(spec, world, 2, true);
       EXPECT_EQ(sharded.owners, std::vector<int>(sharded.owners.size(), 1)) << spec << ", " << world;
-      EXPECT_TRUE(testing::same_bits(whole.mean, sharded.mean)) << spec << ", " << world;
+      EXPECT_TRUE(same_bits(whole.mean, sharded.mean)) << spec << ", " << world;
     }
   }
 }
@@ -107,7 +101,7 @@ TEST_P(ShardedReducer, ConservesGradients) {
                 "sign", "bf16:round=stochastic,schedule=two_shot"},
                4)) {
     for (int world : thinned({2, 4, 8}, 2)) {
-      const Result r = run(spec, world, testing::short_sweeps() ? 3 : 10, true);
+      const Result r = run(spec, world, short_sweeps() ? 3 : 10, true);
       std::vector<double> difference(r.in.size());
       for (size_t e = 0; e < r.in.size(); ++e) difference[e] = r.kept[e] - r.in[e];
       EXPECT_LE(norm(difference), 1e-6 * norm(r.size)) << spec << ", " << world;
@@ -124,4 +118,4 @@ TEST_P(ShardedReducer, AWireFormatSendsHalfTheBytesOfAnAllreduce) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

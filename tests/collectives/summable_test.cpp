@@ -8,17 +8,8 @@
 #include "tests/collectives/reducer_rank.h"
 #include "tests/support/devices.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::count_of;
-using testing::flat;
-using testing::gradients_for;
-using testing::model;
-using testing::norm;
-using testing::Rank;
-using testing::run_ranks;
-using testing::same_bits;
 
 class Summable : public ::testing::TestWithParam<Device> {};
 
@@ -119,7 +110,7 @@ TEST_P(Summable, AlternatingSendsOneFactorInEachStep) {
 TEST_P(Summable, AlternatingAppliesALowRankGradientInFullAfterTwoSteps) {
   run_ranks(2, GetParam(), [&](Communicator& comm) {
     Rank rank(comm, "powersgd:rank=3,alternate=on", {{"weight", {60, 40}}}, 1 << 20);
-    const auto a = testing::normal(60 * 2, 1), b = testing::normal(40 * 2, 2);
+    const auto a = normal(60 * 2, 1), b = normal(40 * 2, 2);
     std::vector<std::vector<float>> gradient(1);  // a matrix of rank 2, the same on both ranks
     for (int i = 0; i < 60; ++i) {
       for (int j = 0; j < 40; ++j) gradient[0].push_back(a[2 * i] * b[2 * j] + a[2 * i + 1] * b[2 * j + 1]);
@@ -229,4 +220,4 @@ TEST_P(Summable, AlternatingMatchesThePapersAlgorithm) {
 GW_INSTANTIATE_ON_DEVICES(Summable);
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -10,16 +10,8 @@
 #include "tests/collectives/reducer_rank.h"
 #include "tests/support/devices.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::gradients_for;
-using testing::model;
-using testing::Rank;
-using testing::RankRun;
-using testing::run_ranks;
-using testing::same_bits;
-using testing::values_of;
 
 using SpecCase = std::tuple<Device, std::string>;
 std::string case_name(const ::testing::TestParamInfo<SpecCase>& info) {
@@ -75,9 +67,9 @@ void expect_kept(const Rank& rank, int world, const std::string& spec, int step,
 // Runs a rank. In odd steps a tensor that this rank does not use is not marked ready, in even steps its
 // gradient is zero.
 void run_rank(Communicator& comm, const std::string& spec, int steps, RankRun& run) {
-  comm.set_ranks_per_node(testing::ranks_per_node(comm.world()));
+  comm.set_ranks_per_node(ranks_per_node(comm.world()));
   Rank rank(comm, spec, model(), {.bucket_bytes = 16 << 10, .seed = 5, .skip_unused = true});
-  testing::Account& sums = run.all_steps;
+  Account& sums = run.all_steps;
   sums.input.resize(static_cast<size_t>(rank.reducer.elements()));
   sums.forgotten = sums.applied = sums.input;
   sums.before.resize(sums.input.size());
@@ -86,7 +78,7 @@ void run_rank(Communicator& comm, const std::string& spec, int steps, RankRun& r
     for (size_t i = 0; i < gradients.size(); ++i) {
       if (!uses(comm.rank(), comm.world(), s, i)) std::ranges::fill(gradients[i], 0.0f);
     }
-    testing::add_to(sums.input, testing::flat(rank, gradients));
+    add_to(sums.input, flat(rank, gradients));
     const auto before = states_of(rank);
     for (size_t i = 0; i < gradients.size(); ++i) {
       const bool given = s % 2 == 0 || uses(comm.rank(), comm.world(), s, i);
@@ -98,7 +90,7 @@ void run_rank(Communicator& comm, const std::string& spec, int steps, RankRun& r
     rank.reducer.wait(rank.stream);
     run.last_result =
         to_host(rank.stream, rank.reducer.gradients().as<const float>(), rank.reducer.elements());
-    testing::add_to(sums.applied, run.last_result);
+    add_to(sums.applied, run.last_result);
     expect_kept(rank, comm.world(), spec, s, before);
     for (size_t i = 0; i < gradients.size(); ++i) {
       const auto begin = run.last_result.begin() + rank.reducer.offset(static_cast<int>(i));
@@ -106,7 +98,7 @@ void run_rank(Communicator& comm, const std::string& spec, int steps, RankRun& r
       EXPECT_TRUE(zero || used_by_any(comm.world(), s, i))
           << "step " << s << ": " << rank.tensors[i].name << " has a gradient";
     }
-    sums.squares += testing::squared_norm(rank.residual());
+    sums.squares += squared_norm(rank.residual());
   }
   sums.residual = rank.residual();
 }
@@ -127,7 +119,7 @@ TEST_P(UnusedTensors, KeepTheirStateAndNothingIsLost) {
     run_ranks(world, device,
               [&](Communicator& comm) { run_rank(comm, spec, 7, ranks[static_cast<size_t>(comm.rank())]); });
     for (const RankRun& rank : ranks) EXPECT_TRUE(same_bits(rank.last_result, ranks[0].last_result));
-    if (sums_up) testing::expect_balance(spec, ranks, &RankRun::all_steps, 1e-5);
+    if (sums_up) expect_balance(spec, ranks, &RankRun::all_steps, 1e-5);
   }
 }
 
@@ -154,4 +146,4 @@ INSTANTIATE_TEST_SUITE_P(On, UnusedTensors,
                          case_name);
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -15,10 +15,9 @@
 #include "tests/support/expect.h"
 #include "tests/support/sockets.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
-using testing::try_connect;
 using namespace std::chrono_literals;
 
 SteadyClock::time_point in(std::chrono::milliseconds time) {
@@ -129,14 +128,14 @@ TEST(Reach, ErrorsNameEachAddressWithItsFailure) {
   EXPECT_FALSE(reached.socket);
   EXPECT_TRUE(reached.gone) << "the process listens at neither address";
   EXPECT_FALSE(reached.other_secret);
-  testing::expect_has(reached.why, {"127.0.0.1:", ": Connection refused; 127.0.0.2:", kOtherSecret});
+  expect_has(reached.why, {"127.0.0.1:", ": Connection refused; 127.0.0.2:", kOtherSecret});
   reached = reach({{"127.0.0.2"}, wrong.port(), "x"}, kRight, {.deadline = in(20s), .retry = true});
   EXPECT_TRUE(reached.other_secret) << "the port belongs to another process";
   reached = reach({{"127.0.0.1"}, wrong.port(), "x"}, kRight, {.deadline = in(20s)});
   EXPECT_TRUE(reached.gone) << reached.why;
   reached = reach({{"no.such.host.invalid"}, 1, "x"}, kRight, {.deadline = in(20s)});
   EXPECT_FALSE(reached.gone);
-  testing::expect_has(reached.why, {"no.such.host.invalid"});
+  expect_has(reached.why, {"no.such.host.invalid"});
 }
 
 TEST(Reach, RetriesRefusedConnectionsUntilTheDeadline) {
@@ -160,7 +159,7 @@ TEST(Reach, StopsWaitingForASilentListenerAtTheDeadline) {
   const Reach reached =
       reach({{"127.0.0.1"}, silent.port(), "x"}, kRight, {.deadline = in(300ms), .retry = true});
   EXPECT_FALSE(reached.socket);
-  testing::expect_has(reached.why, {"127.0.0.1:", "no answer"});
+  expect_has(reached.why, {"127.0.0.1:", "no answer"});
 }
 
 // Checks that a rank whose network is not up yet does not end the group.
@@ -188,7 +187,7 @@ TEST(Links, StopsConnectingWhenInterrupted) {
     std::this_thread::sleep_for(200ms);
     links.interrupt();
   });
-  testing::expect_error<CommError>([&] { links.connect(contacts, in(60s)); }, {"the group failed while"});
+  expect_error<CommError>([&] { links.connect(contacts, in(60s)); }, {"the group failed while"});
   interrupts.join();
 }
 
@@ -209,9 +208,9 @@ TEST(Listening, RejectsInvalidPortRanges) {
   EXPECT_EQ(parse_ports("P", "20000-20100").last, 20100);
   EXPECT_EQ(parse_ports("P", "20000").last, 20000);
   for (const char* text : {"", "x", "1-", "-1", "0", "0-0", "5-4", "1-65536", "1-2-3", "1 - 2"}) {
-    testing::expect_error<BadInput>([&] { parse_ports("P", text); }, {"P"});
+    expect_error<BadInput>([&] { parse_ports("P", text); }, {"P"});
   }
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -12,16 +12,14 @@
 #include "tests/support/expect.h"
 #include "tests/support/threads.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
 using namespace std::chrono_literals;
-using testing::error_of;
-using testing::in;
 
 void join_all(const std::string& rendezvous, int world) {
   std::atomic<int> joined{0};
-  testing::in_threads(world, [&](int i) {
+  in_threads(world, [&](int i) {
     const int r = world - 1 - i;  // in descending order: the other ranks have to wait for rank 0
     if (r == 0) std::this_thread::sleep_for(30ms);
     Membership group({rendezvous, r, world, 20s});
@@ -34,12 +32,12 @@ void join_all(const std::string& rendezvous, int world) {
 }
 
 TEST(Membership, JoinsRepeatedlyThroughTcp) {
-  std::string rendezvous = testing::free_tcp_rendezvous();
+  std::string rendezvous = free_tcp_rendezvous();
   for (int i = 0; i < 3; ++i) join_all(rendezvous, 4);
 }
 
 TEST(Membership, JoinsThroughAFileAndDeletesIt) {
-  std::string path = testing::scratch_path("meet");
+  std::string path = scratch_path("meet");
   // A crashed run may leave its file, which must not mislead new ranks.
   std::ofstream(path) << "gradwire-rendezvous-1\n0123456789abcdef 1 127.0.0.1\n";
   for (int i = 0; i < 3; ++i) join_all("file://" + path, 3);
@@ -57,21 +55,21 @@ TEST(Membership, BadInputNamesTheRemedy) {
   EXPECT_EQ(error("tcp://host:99999", 0, 1),
             "rendezvous 'tcp://host:99999': '99999' is not a port; give tcp://host:port or file:///path");
   EXPECT_EQ(error("tcp://host:80", 3, 2), "there is no rank 3 in a group of 2");
-  testing::expect_has(error("file:///no/such/folder/x", 0, 1), {"cannot be written"});
+  expect_has(error("file:///no/such/folder/x", 0, 1), {"cannot be written"});
 }
 
 TEST(Membership, ReportsAMissingRankZeroAtTheDeadline) {
-  std::string text = error_of([] { Membership group({testing::free_tcp_rendezvous(), 1, 2, 200ms}); });
-  testing::expect_has(text, {"rank 1 did not reach rank 0 through tcp://127.0.0.1:", "Connection refused"});
+  std::string text = error_of([] { Membership group({free_tcp_rendezvous(), 1, 2, 200ms}); });
+  expect_has(text, {"rank 1 did not reach rank 0 through tcp://127.0.0.1:", "Connection refused"});
 }
 
 TEST(Membership, BarrierReportsAMissingRank) {
   std::string text = error_of([] {
-    Membership group({"file://" + testing::scratch_path("alone"), 0, 2, 100ms});
+    Membership group({"file://" + scratch_path("alone"), 0, 2, 100ms});
     group.barrier();
   });
-  testing::expect_has(text, {"waiting for all ranks: nothing after"});
+  expect_has(text, {"waiting for all ranks: nothing after"});
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

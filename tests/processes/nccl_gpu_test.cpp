@@ -21,12 +21,9 @@
 #include "tests/support/expect.h"
 #include "tests/support/schedules.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
-using testing::all_succeeded;
-using testing::Me;
-using testing::run_processes;
 using namespace std::chrono_literals;
 
 class NcclGpu : public ::testing::Test {
@@ -109,7 +106,7 @@ struct OnGpu {
 
 RANK_PROGRAM(NcclAllreduce) {
   auto comm = join(me);
-  for (const Schedule& schedule : testing::allreduces(me.world)) {
+  for (const Schedule& schedule : allreduces(me.world)) {
     for (Wire wire : {kFp32, kBf16}) {
       OnGpu gpu(*comm, schedule, wire);
       gpu.program.run(gpu.stream);
@@ -184,7 +181,7 @@ TEST_F(NcclGpu, NamesAKilledRank) {
   for (int r : {0, 2}) {
     EXPECT_TRUE(ranks[r].ended_by_itself) << ranks[r].output;
     EXPECT_EQ(ranks[r].exit_code, 3) << ranks[r].output;
-    testing::expect_has(ranks[r].output, {"rank 1"});
+    expect_has(ranks[r].output, {"rank 1"});
   }
 }
 
@@ -198,4 +195,4 @@ TEST_F(NcclGpu, SurvivorsShrinkAndContinue) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -25,8 +25,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-std::map<std::string, Program>& programs() {
-  static std::map<std::string, Program> all;
+std::map<std::string, ProcessMain>& programs() {
+  static std::map<std::string, ProcessMain> all;
   return all;
 }
 
@@ -72,7 +72,7 @@ std::string read_all(int fd) {
 
 }  // namespace
 
-RegisterProgram::RegisterProgram(const char* name, Program program) {
+RegisterProgram::RegisterProgram(const char* name, ProcessMain program) {
   programs()[name] = program;
 }
 

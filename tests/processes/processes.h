@@ -92,9 +92,9 @@ void wait_for_file(const std::string& path, std::chrono::milliseconds limit = 12
 // Returns whether every rank ended with exit code 0. Adds a gtest failure for other ranks.
 bool all_succeeded(const std::vector<Outcome>& ranks);
 
-using Program = void (*)(const Me&);
+using ProcessMain = void (*)(const Me&);
 struct RegisterProgram {
-  RegisterProgram(const char* name, Program program);
+  RegisterProgram(const char* name, ProcessMain program);
 };
 // Runs the rank program named by the arguments; returns -1 if the arguments name no rank program.
 int run_rank_program(int argc, char** argv);

@@ -29,14 +29,9 @@
 #include "tests/support/expect.h"
 #include "tests/support/sockets.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
-using testing::error_of;
-using testing::expect_has;
-using testing::introduce;
-using testing::receive_exactly;
-using testing::try_connect;
 using namespace std::chrono_literals;
 
 SteadyClock::time_point in(std::chrono::milliseconds time) {
@@ -123,7 +118,7 @@ void train(const std::string& rendezvous, int rank, int world, const std::string
 
 void run_under(const Attacker::Attack& attack) {
   constexpr int kWorld = 4;
-  const std::string rendezvous = testing::free_tcp_rendezvous();
+  const std::string rendezvous = free_tcp_rendezvous();
   Attacker attacker(attack);
   std::vector<std::thread> ranks;
   for (int r = 0; r < kWorld; ++r)
@@ -200,7 +195,7 @@ size_t times(const std::string& word, const std::string& text) {
 // Connects to the ports of the ranks' links. While ranks 0 and 1 wait for rank 2, both listen for data,
 // because their address is known. The store also listens.
 TEST(UnauthenticatedPeers, Rank0LogsConnectionsToAnyRanksDataPort) {
-  const std::string rendezvous = testing::free_tcp_rendezvous();
+  const std::string rendezvous = free_tcp_rendezvous();
   ::testing::internal::CaptureStderr();
   std::vector<std::thread> ranks;
   for (int r = 0; r < 2; ++r) ranks.emplace_back([&, r] { EXPECT_NO_THROW(train(rendezvous, r, 3, "lo")); });
@@ -223,7 +218,7 @@ TEST(UnauthenticatedPeers, Rank0LogsConnectionsToAnyRanksDataPort) {
 }
 
 TEST(UnauthenticatedPeers, StoreServesAfterTenThousandConnections) {
-  const std::string rendezvous = testing::free_tcp_rendezvous();
+  const std::string rendezvous = free_tcp_rendezvous();
   const int port = std::stoi(rendezvous.substr(rendezvous.rfind(':') + 1));
   Membership alone(group_of(rendezvous, 0, 2, "secret"));
   auto resident_pages = [] {
@@ -252,7 +247,7 @@ TEST(UnauthenticatedPeers, StoreServesAfterTenThousandConnections) {
 }
 
 TEST(Secrets, ReportsADifferentSecretToTheRank) {
-  const std::string rendezvous = testing::free_tcp_rendezvous();
+  const std::string rendezvous = free_tcp_rendezvous();
   Membership first(group_of(rendezvous, 0, 2, "one"));
   ::testing::internal::CaptureStderr();
   const std::string text = error_of([&] { Membership(group_of(rendezvous, 1, 2, "another")); });
@@ -282,14 +277,14 @@ TEST(Secrets, RejectsListenAddressesOfOtherMachines) {
 }
 
 TEST(Secrets, StoreListensOnlyAtTheGivenAddress) {
-  const std::string rendezvous = testing::free_tcp_rendezvous();
+  const std::string rendezvous = free_tcp_rendezvous();
   const std::string port = rendezvous.substr(rendezvous.rfind(':') + 1);
   Membership first(group_of("tcp://127.0.0.2:" + port, 0, 1, ""));
   EXPECT_FALSE(connect_to(std::stoi(port)));  // the listening address is not 127.0.0.1
 }
 
 TEST(Secrets, RendezvousFileIsReadableOnlyByItsOwner) {
-  const std::string path = testing::scratch_path("meeting");
+  const std::string path = scratch_path("meeting");
   Membership first(group_of("file://" + path, 0, 1, ""));
   struct stat status {};
   ASSERT_EQ(stat(path.c_str(), &status), 0);
@@ -303,7 +298,7 @@ GroupOptions rank_of(const std::string& job, const std::string& rendezvous, int 
 }
 
 TEST(TwoJobsAtOnePort, AreDistinguishedByTheLaunchersIds) {
-  const std::string rendezvous = testing::free_tcp_rendezvous();
+  const std::string rendezvous = free_tcp_rendezvous();
   Membership first(rank_of("Slurm job 7, step 0", rendezvous, 0));
   const std::string text = error_of([&] { Membership(rank_of("Slurm job 8, step 0", rendezvous, 1)); });
   expect_has(text, {"belongs to another run: Slurm job 7, step 0, and this rank to Slurm job 8, step 0",
@@ -313,7 +308,7 @@ TEST(TwoJobsAtOnePort, AreDistinguishedByTheLaunchersIds) {
 }
 
 TEST(TwoJobsAtOnePort, AreBothRejectedWithoutIds) {
-  const std::string rendezvous = testing::free_tcp_rendezvous();
+  const std::string rendezvous = free_tcp_rendezvous();
   Membership first(group_of(rendezvous, 0, 2, ""));
   Membership theirs(group_of(rendezvous, 1, 2, ""));  // this rank may belong to the other job
   for (const std::string& text : {error_of([&] { Membership(group_of(rendezvous, 1, 2, "")); }),
@@ -346,7 +341,7 @@ TEST(TwoJobsAtOnePort, TakeTheirIdsFromLauncherVariables) {
 }
 
 TEST(Secrets, NextGroupReusesTheAddressOfAFailedGroup) {
-  const std::string rendezvous = testing::free_tcp_rendezvous();
+  const std::string rendezvous = free_tcp_rendezvous();
   auto first = std::make_unique<Membership>(group_of(rendezvous, 0, 2, ""));
   auto other = std::make_unique<Membership>(group_of(rendezvous, 1, 2, ""));
   other->store().report("out of memory");
@@ -362,4 +357,4 @@ TEST(Secrets, NextGroupReusesTheAddressOfAFailedGroup) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

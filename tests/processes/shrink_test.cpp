@@ -43,16 +43,11 @@ extern "C" ssize_t send(int socket, const void* data, size_t bytes, int flags) {
   return syscall(SYS_sendto, socket, data, bytes, flags, nullptr, 0);
 }
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
-using testing::introduce;
-using testing::Me;
-using testing::Outcome;
-using testing::run_processes;
-using testing::try_connect;
 using namespace std::chrono_literals;
 
 constexpr int64_t kFloats = 20'000;
@@ -100,7 +95,7 @@ void meet(const Fate& fate) {
   if (fate.what == "kill") raise(SIGKILL);
   if (fate.what == "exit") _exit(0);
   if (fate.what == "stop") raise(SIGSTOP);
-  if (fate.what == "pause") testing::pause_for(6s);
+  if (fate.what == "pause") pause_for(6s);
 }
 
 void meet_within(const Fate& fate, microseconds most) {
@@ -212,7 +207,7 @@ void print_slowest(const std::string& fates, const std::vector<Outcome>& ranks) 
 
 // Runs the fates. Expects every rank except `lost` to end in the group of all ranks except `lost`.
 void expect_survivors(int world, const std::string& fates, const std::set<int>& lost,
-                      testing::ProcessOptions options = {}) {
+                      ProcessOptions options = {}) {
   SCOPED_TRACE(fates);
   options.options["fates"] = fates;
   options.options.try_emplace("regroup_ms", "20000");
@@ -260,7 +255,7 @@ TEST(Shrink, LeavesOutRanksThatDieWhileRegrouping) {
 // gives one of its ranks. GRADWIRE_FULL_SWEEPS: all steps.
 TEST(Shrink, DetectsDeathsAtAnyStepOfRegroupingImmediately) {
   std::vector<int> steps = {1, 4, 8, 12, 16, 20, 24};
-  if (testing::full_sweeps()) {
+  if (full_sweeps()) {
     steps.resize(30);
     std::iota(steps.begin(), steps.end(), 1);
   }
@@ -309,7 +304,7 @@ TEST(Shrink, MajorityContinuesWithAShortTimeoutWhenLowRanksAreStopped) {
   };
   const std::vector<Case> cases = {{3, {0}, "1000"},    {3, {0}, "1500"},    {3, {0}, "2000"},
                                    {5, {0, 1}, "2000"}, {5, {0, 1}, "3000"}, {5, {0, 1}, "8000"}};
-  const int runs = testing::full_sweeps() ? 8 : 1;
+  const int runs = full_sweeps() ? 8 : 1;
   for (int run = 0; run < runs; ++run) {
     for (size_t first = 0; first < cases.size(); first += 3) {
       std::vector<std::thread> together;  // threads that mostly wait
@@ -340,13 +335,13 @@ TEST(Shrink, MinorityStops) {
                      .options = {{"fates", "0 before_call stop 1 together stop"}, {"regroup_ms", "20000"}}});
   for (const size_t r : {size_t{2}, size_t{3}}) {
     EXPECT_EQ(ranks[r].exit_code, 3);
-    testing::expect_has(ranks[r].output, {"may be alive"});
+    expect_has(ranks[r].output, {"may be alive"});
   }
 }
 
 // Kills random ranks at random times. GRADWIRE_FULL_SWEEPS: more runs.
 TEST(Shrink, KillingAnyRanksAtAnyTimeLeavesOneGroup) {
-  const int runs = testing::random_runs(12);
+  const int runs = random_runs(12);
   for (int run = 0; run < runs; ++run) {
     std::mt19937 random(static_cast<uint32_t>(run));
     const int world = 3 + static_cast<int>(random() % 3);
@@ -403,7 +398,7 @@ struct Group {
 TEST(Quorum, LeavesOutMissingRanksAtTheDeadlineAndTellsThemOnReturn) {
   Group group(4);
   for (const std::string& result : group.regroup({0, 2, 3}, 600ms)) EXPECT_EQ(result, "0 2 3");
-  testing::expect_has(group.regroup(1, 600ms), {"have continued without rank 1"});
+  expect_has(group.regroup(1, 600ms), {"have continued without rank 1"});
   // The ranks of a later group are numbered from 0, and the rank that was left out stays out.
   group.ranks[0].reset();
   for (const std::string& result : group.regroup({2, 3}, 600ms)) EXPECT_EQ(result, "1 2");
@@ -443,4 +438,4 @@ TEST(Quorum, UnauthenticatedPeersAreNeitherCountedNorBlocking) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -22,11 +22,9 @@
 #include "tests/processes/processes.h"
 #include "tests/support/schedules.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
-using testing::Me;
-using testing::Outcome;
 using namespace std::chrono_literals;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
@@ -68,12 +66,12 @@ void break_before_joining(const std::string& fault, microseconds after) {
 void break_before_call(const std::string& fault, microseconds after, milliseconds timeout,
                        Communicator& comm) {
   if (fault == "exits") _exit(0);
-  if (fault == "delayed") testing::delay_what_is_sent(10ms);
-  if (fault == "delayed_too_long") testing::delay_what_is_sent(timeout + 1500ms);
-  if (fault == "corrupted_header") testing::corrupt_next_header();
-  if (fault == "corrupted_frame") testing::corrupt_next_frame();
-  if (fault == "corrupted_payload") testing::corrupt_next_payload();
-  if (fault == "reset") testing::reset_next_connection();
+  if (fault == "delayed") delay_what_is_sent(10ms);
+  if (fault == "delayed_too_long") delay_what_is_sent(timeout + 1500ms);
+  if (fault == "corrupted_header") corrupt_next_header();
+  if (fault == "corrupted_frame") corrupt_next_frame();
+  if (fault == "corrupted_payload") corrupt_next_payload();
+  if (fault == "reset") reset_next_connection();
   if (fault == "loses_its_connections") break_all_connections();
   if (fault == "aborts") comm.abort("the test says so");
   if (fault == "slow") std::this_thread::sleep_for(after);
@@ -84,7 +82,7 @@ void break_during_call(const std::string& fault, microseconds after) {
   std::this_thread::sleep_for(after / 100);
   if (fault == "killed") raise(SIGKILL);
   if (fault == "stopped") raise(SIGSTOP);
-  if (fault == "paused") testing::pause_for(50ms);
+  if (fault == "paused") pause_for(50ms);
 }
 
 // Sums small integers that BF16 also represents, so that every correct result is exact.
@@ -111,7 +109,7 @@ RANK_PROGRAM(Soaked) {
     std::vector<float> data(c.elements);
     for (int64_t i = 0; i < c.elements; ++i)
       data[i] = static_cast<float>((i * 7 + call) % 16 * (me.rank + 1));
-    Program program(comm->transport(), testing::schedule_named(c.schedule, me.world),
+    Program program(comm->transport(), schedule_named(c.schedule, me.world),
                     {data.data(), data.data(), nullptr, c.elements}, c.options);
     Buffer workspace(Device::host(), program.workspace_bytes());
     program.bind(workspace.data());
@@ -168,7 +166,7 @@ std::string one_fault(uint32_t seed, Count& count, std::string& name) {
   std::mt19937 random(seed);
   const Kind& kind = kKinds[seed % std::size(kKinds)];
   name = kind.name;
-  const auto schedules = testing::schedule_names();
+  const auto schedules = schedule_names();
   const std::string schedule = schedules[random() % schedules.size()];
   int world = 2 + static_cast<int>(random() % 4);
   if (schedule == "hierarchical") world = 4;
@@ -178,17 +176,17 @@ std::string one_fault(uint32_t seed, Count& count, std::string& name) {
   // The deadline is short if the fault is noticed only at the deadline, and otherwise far longer than the
   // case may take.
   const milliseconds deadline = kind.waits_for_deadline ? 1500ms : 60'000ms;
-  testing::ProcessOptions options{.timeout = deadline,
-                                  .limit = 120s,
-                                  .options = {{"fault", kind.name},
-                                              {"schedule", schedule},
-                                              {"wire", random() % 2 == 0 ? "fp32" : "bf16"},
-                                              {"count", fmt::to_string(floats)},
-                                              {"who", fmt::to_string(who)},
-                                              {"call", fmt::to_string(1 + random() % kCalls)},
-                                              {"after_us", fmt::to_string(random() % 200'000)}}};
+  ProcessOptions options{.timeout = deadline,
+                         .limit = 120s,
+                         .options = {{"fault", kind.name},
+                                     {"schedule", schedule},
+                                     {"wire", random() % 2 == 0 ? "fp32" : "bf16"},
+                                     {"count", fmt::to_string(floats)},
+                                     {"who", fmt::to_string(who)},
+                                     {"call", fmt::to_string(1 + random() % kCalls)},
+                                     {"after_us", fmt::to_string(random() % 200'000)}}};
   if (kind.stays) options.never_ending = {who};
-  const auto ranks = testing::run_processes("Soaked", world, options);
+  const auto ranks = run_processes("Soaked", world, options);
   ++count.runs;
   std::string trouble;
   for (int r = 0; r < world; ++r) {
@@ -213,7 +211,7 @@ std::string one_fault(uint32_t seed, Count& count, std::string& name) {
 }
 
 TEST(TcpFaults, AnyFaultAtAnyTimeIsBounded) {
-  testing::SoakSeeds seeds(std::size(kKinds));
+  SoakSeeds seeds(std::size(kKinds));
   std::mutex mutex;
   Count all;
   std::map<std::string, int> kinds;
@@ -243,4 +241,4 @@ TEST(TcpFaults, AnyFaultAtAnyTimeIsBounded) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -12,15 +12,9 @@
 #include "tests/support/expect.h"
 #include "tests/support/sockets.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
-using testing::error_of;
-using testing::in;
-using testing::introduce;
-using testing::receive_exactly;
-using testing::Told;
-using testing::try_connect;
 using namespace std::chrono_literals;
 
 StoreLimits small_limits() {
@@ -36,7 +30,7 @@ StoreLimits small_limits() {
   return limits;
 }
 
-class StoreLimitsTest : public testing::StoreFixture {
+class StoreLimitsTest : public StoreFixture {
  protected:
   StoreLimitsTest() {
     server = std::make_unique<StoreServer>(listen_on({"127.0.0.1", 0}), kWorld, "key", "", small_limits());
@@ -103,7 +97,7 @@ TEST_F(StoreLimitsTest, LimitsAllRanksTogether) {
   b->send_message(std::string(90'000, 'x'));
   c->send_message(std::string(90'000, 'x'));
   EXPECT_EQ(told.of(0).find("rank "), 0u) << told.of(0);
-  testing::expect_has(told.of(0), {"more messages than it has room for"});
+  expect_has(told.of(0), {"more messages than it has room for"});
 }
 
 TEST_F(StoreLimitsTest, EndsTheGroupAndNamesARankThatStoresTooManyKeys) {
@@ -112,7 +106,7 @@ TEST_F(StoreLimitsTest, EndsTheGroupAndNamesARankThatStoresTooManyKeys) {
     for (int i = 0; i < 1000; ++i) b->set(fmt::format("key {}", i), "value");
   });
   EXPECT_EQ(text.find("rank 1 leaves more with rank 0 than it has room for"), 0u) << text;
-  testing::expect_has(error_of([&] { a->add("n"); }), {"rank 1 leaves more"});
+  expect_has(error_of([&] { a->add("n"); }), {"rank 1 leaves more"});
 }
 
 TEST_F(StoreLimitsTest, CountersCountAsKeysAndDroppedOrReplacedKeysFreeRoom) {
@@ -140,8 +134,8 @@ TEST_F(StoreLimitsTest, Rank0LogsNotesAsLinesAndLimitsTheirNumber) {
   }
   server = nullptr;
   const std::string log = ::testing::internal::GetCapturedStderr();
-  testing::expect_has(log, {"gradwire: rank 1 has seen [2J a peer\n", "gradwire: rank 0 has seen nobody\n",
-                            "gradwire: rank 1 says more than is printed from here on\n"});
+  expect_has(log, {"gradwire: rank 1 has seen [2J a peer\n", "gradwire: rank 0 has seen nobody\n",
+                   "gradwire: rank 1 says more than is printed from here on\n"});
   EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 6) << log;
   EXPECT_LT(log.size(), 5000u);
 }
@@ -199,4 +193,4 @@ TEST_F(StoreLimitsTest, SilentConnectionsCountAsPendingAfterProvingTheSecret) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -14,19 +14,13 @@
 #include "tests/support/expect.h"
 #include "tests/support/sockets.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
-using testing::error_of;
-using testing::in;
-using testing::introduce;
-using testing::receive_exactly;
-using testing::Told;
-using testing::try_connect;
 using namespace std::chrono_literals;
 using Presence = RollCall::Presence;
 
-class StoreTest : public testing::StoreFixture {};
+class StoreTest : public StoreFixture {};
 
 TEST_F(StoreTest, KeysAndCountsAreShared) {
   auto a = join(0), b = join(1);
@@ -50,9 +44,8 @@ TEST_F(StoreTest, MessagesReachRankZeroInEachRanksOrder) {
   EXPECT_EQ(server->take_message(1, in(10s)), "first");
   EXPECT_EQ(server->take_message(1, in(10s)), std::string("sec\0nd", 6));
   EXPECT_EQ(server->take_message(1, in(20ms)), std::nullopt);
-  std::thread taker([&] {
-    testing::expect_has(error_of([&] { server->take_message(2, in(20s)); }), {"the disk is full"});
-  });
+  std::thread taker(
+      [&] { expect_has(error_of([&] { server->take_message(2, in(20s)); }), {"the disk is full"}); });
   b->report("the disk is full");  // ends the wait for rank 2's message, which never arrives
   taker.join();
 }
@@ -69,8 +62,8 @@ TEST_F(StoreTest, GetWaitsForTheKey) {
 
 TEST_F(StoreTest, GetEndsAtItsDeadlineAndTheConnectionStaysUsable) {
   auto a = join(0), b = join(1);
-  testing::expect_has(error_of([&] { b->get("never", in(20ms), "waiting for Godot"); }),
-                      {"waiting for Godot: nothing after"});
+  expect_has(error_of([&] { b->get("never", in(20ms), "waiting for Godot"); }),
+             {"waiting for Godot: nothing after"});
   // The late answer to the abandoned request must not be used for the next request.
   a->set("never", "too late");
   a->set("key", "value");
@@ -107,7 +100,7 @@ TEST_F(StoreTest, EveryRankIsNotifiedOfTheFirstFailureAndAnswersTheRoll) {
   EXPECT_EQ(roll.absent(), "");
   EXPECT_EQ(roll.ranks[2].state, "state of 2");
   // A failed group will never set the key, so the wait ends at once.
-  testing::expect_has(error_of([&] { a->get("never", in(100s), "x"); }), {"first"});
+  expect_has(error_of([&] { a->get("never", in(100s), "x"); }), {"first"});
 }
 
 TEST_F(StoreTest, RollNamesSilentGoneAndMissingRanks) {
@@ -124,7 +117,7 @@ TEST_F(StoreTest, RollNamesSilentGoneAndMissingRanks) {
     char byte;
     ASSERT_TRUE(receive_exactly(*watch, &byte, 1, in(10s)));
   }  // closes the connection without announcing a departure
-  testing::expect_has(told.of(0), {"rank 3 is gone"});
+  expect_has(told.of(0), {"rank 3 is gone"});
   here.reset();  // leaves because of the failure
   RollCall roll = a->roll_call();
   EXPECT_EQ(roll.absent(), "no answer from rank 1; gone: rank 3; never came: rank 4");
@@ -138,7 +131,7 @@ TEST_F(StoreTest, RanksThatLeaveEndOnlyAFormingGroup) {
   told.watch(*a, 0);
   b.reset();
   EXPECT_EQ(told.of(0), left);
-  testing::expect_has(error_of([&] { a->get("never set", in(20s), "x"); }), {left});
+  expect_has(error_of([&] { a->get("never set", in(20s), "x"); }), {left});
 
   server = std::make_unique<StoreServer>(listen_on({"127.0.0.1", 0}), 2, "key");
   auto first = join(0, 2), second = join(1, 2);
@@ -186,10 +179,10 @@ TEST_F(StoreTest, InvitedProcessesEndTheGroupIfTheyDieBeforeJoining) {
   EXPECT_EQ(first->get("key", in(5s), "x"), "value") << "rank 1 has reported that it joined";
   there[1].close();
   const std::string gone = "the process that was to become rank 2 is gone";
-  testing::expect_has(error_of([&] { first->get("never set", in(600s), "x"); }), {gone});
+  expect_has(error_of([&] { first->get("never set", in(600s), "x"); }), {gone});
   // A rank that joins later also receives the failure and does not wait.
   auto second = join(1);
-  testing::expect_has(error_of([&] { second->get("never set", in(600s), "x"); }), {gone});
+  expect_has(error_of([&] { second->get("never set", in(600s), "x"); }), {gone});
 }
 
 TEST_F(StoreTest, ServerShutdownIsNotAFailure) {
@@ -296,4 +289,4 @@ TEST(Frame, DecodesInPiecesAndRejectsGarbage) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

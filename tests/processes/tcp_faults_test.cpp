@@ -25,12 +25,9 @@
 #include "tests/support/expect.h"
 #include "tests/support/schedules.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
-using testing::Me;
-using testing::Outcome;
-using testing::run_processes;
 using namespace std::chrono_literals;
 using std::chrono::milliseconds;
 
@@ -68,7 +65,7 @@ RANK_PROGRAM(Faulty) {
     for (int call = 1; call <= me.number("calls"); ++call) {
       const bool now = culprit && call == kFaultyCall;
       int64_t count = kFloats;
-      Schedule schedule = testing::schedule_named(me.option("schedule"), kWorld);
+      Schedule schedule = schedule_named(me.option("schedule"), kWorld);
       Program::Options options{.what = "the gradients"};
       if (now) {
         std::printf("fault at %lld\n", static_cast<long long>(now_ms()));
@@ -77,13 +74,13 @@ RANK_PROGRAM(Faulty) {
         if (fault == "wrong_count") count -= 1000;
         if (fault == "wrong_spec") options.wire = kBf16;
         if (fault == "wrong_schedule")
-          schedule = testing::schedule_named(schedule.kind == ScheduleKind::ring ? "tree" : "ring", kWorld);
-        if (fault == "short_delay") testing::delay_what_is_sent(30ms);
-        if (fault == "long_delay") testing::delay_what_is_sent(me.timeout + 1500ms);
-        if (fault == "corrupted_header") testing::corrupt_next_header();
-        if (fault == "corrupted_frame") testing::corrupt_next_frame();
-        if (fault == "corrupted_payload") testing::corrupt_next_payload();
-        if (fault == "reset") testing::reset_next_connection();
+          schedule = schedule_named(schedule.kind == ScheduleKind::ring ? "tree" : "ring", kWorld);
+        if (fault == "short_delay") delay_what_is_sent(30ms);
+        if (fault == "long_delay") delay_what_is_sent(me.timeout + 1500ms);
+        if (fault == "corrupted_header") corrupt_next_header();
+        if (fault == "corrupted_frame") corrupt_next_frame();
+        if (fault == "corrupted_payload") corrupt_next_payload();
+        if (fault == "reset") reset_next_connection();
       }
       std::vector<float> data(count);
       for (int64_t i = 0; i < count; ++i) data[i] = static_cast<float>((i * 7 + call) % 1000 * (me.rank + 1));
@@ -156,7 +153,7 @@ TEST_P(FaultMatrix, IsBounded) {
   const int who = 2;
   // The deadline is much longer than the test for faults that must be noticed before the deadline.
   const milliseconds deadline = fault.waits_for_deadline ? 1500ms : 30'000ms;
-  testing::ProcessOptions options{
+  ProcessOptions options{
       .timeout = deadline,
       .limit = 100s,
       .options = {
@@ -179,7 +176,7 @@ TEST_P(FaultMatrix, IsBounded) {
     EXPECT_EQ(ranks[r].exit_code, expected) << "signal " << ranks[r].signal;
     if (expected != 3) continue;
     const std::string& text = ranks[r].output;
-    testing::expect_has(text, {says, fmt::format("rank {}", who)});
+    expect_has(text, {says, fmt::format("rank {}", who)});
     // Ranks may be a call apart, and a stopped rank may have completed its part of the faulty call.
     EXPECT_TRUE(
         holds_one_of(text, {"call 5, allreduce of the gradients (", "call 6, allreduce of the gradients (",
@@ -198,14 +195,14 @@ TEST_P(FaultMatrix, IsBounded) {
 
 INSTANTIATE_TEST_SUITE_P(Tcp, FaultMatrix,
                          ::testing::Combine(::testing::ValuesIn(kFaults),
-                                            ::testing::ValuesIn(testing::schedule_names())),
+                                            ::testing::ValuesIn(schedule_names())),
                          [](const auto& info) {
                            return std::string(std::get<0>(info.param).name) + "_" + std::get<1>(info.param);
                          });
 
 // Kills any rank at any time, under any schedule. GRADWIRE_FULL_SWEEPS: more runs.
 TEST(TcpFaults, KillingARankAtAnyTimeCausesNeitherHangsNorWrongSums) {
-  const int runs = testing::random_runs(10);
+  const int runs = random_runs(10);
   std::atomic<int> next = 0, hangs = 0, wrong = 0, unnamed = 0;
   std::mutex mutex;
   std::vector<std::thread> workers;
@@ -213,7 +210,7 @@ TEST(TcpFaults, KillingARankAtAnyTimeCausesNeitherHangsNorWrongSums) {
     workers.emplace_back([&] {
       for (int run; (run = next++) < runs;) {
         std::mt19937 random(static_cast<uint32_t>(run));
-        const auto schedules = testing::schedule_names();
+        const auto schedules = schedule_names();
         const std::string who = fmt::to_string(random() % kWorld),
                           schedule = schedules[random() % schedules.size()];
         auto ranks = run_processes("Faulty", kWorld,
@@ -255,4 +252,4 @@ TEST(TcpFaults, KillingARankAtAnyTimeCausesNeitherHangsNorWrongSums) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -18,14 +18,9 @@
 #include "tests/support/expect.h"
 #include "tests/support/thinned.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
-using testing::all_succeeded;
-using testing::Me;
-using testing::Outcome;
-using testing::run_processes;
-using testing::thinned;
 using namespace std::chrono_literals;
 
 std::unique_ptr<Communicator> join(const Me& me) {
@@ -85,7 +80,7 @@ TEST(Tcp, AllToAllOfManySizes) {
 }
 
 TEST(Tcp, RanksMeetThroughATcpRendezvous) {
-  all_succeeded(run_processes("AllToAll", 3, {.rendezvous = testing::free_tcp_rendezvous()}));
+  all_succeeded(run_processes("AllToAll", 3, {.rendezvous = free_tcp_rendezvous()}));
 }
 
 // Runs a ring without a pause between the exchanges, so that neighbours are several exchanges apart.
@@ -124,7 +119,7 @@ RANK_PROGRAM(TwoGroups) {
 }
 
 TEST(Tcp, GroupsCanReuseAPort) {
-  all_succeeded(run_processes("TwoGroups", 3, {.rendezvous = testing::free_tcp_rendezvous()}));
+  all_succeeded(run_processes("TwoGroups", 3, {.rendezvous = free_tcp_rendezvous()}));
 }
 
 // --- the same bits as with threads, for every spec ---
@@ -150,7 +145,7 @@ std::string two_steps(Communicator& comm, const std::string& spec) {
   for (uint32_t step = 0; step < 2; ++step) {
     for (int i = 0; i < reducer.tensors(); ++i) {
       const int64_t count = tensors[i].count();
-      const auto gradient = testing::normal(count, 1000 * step + 100 * comm.rank() + i);
+      const auto gradient = normal(count, 1000 * step + 100 * comm.rank() + i);
       to_device(stream, reducer.gradient(i), std::span<const float>(gradient));
       reducer.ready(i, stream);
     }
@@ -177,7 +172,7 @@ TEST(Tcp, EverySpecAndScheduleMatchesThreadsBitForBit) {
     auto ranks = run_processes("ReduceEverything", world);
     if (!all_succeeded(ranks)) continue;
     std::vector<std::string> expected(world);
-    testing::run_ranks(world, Device::host(), [&](Communicator& comm) {
+    run_ranks(world, Device::host(), [&](Communicator& comm) {
       for (const std::string& spec : thinned(example_specs_with_schedules(), 25))
         expected[comm.rank()] += two_steps(comm, spec);
     });
@@ -196,7 +191,7 @@ RANK_PROGRAM(ChoosesASchedule) {
 TEST(Tcp, EveryRankMakesTheSameChoiceForTheSameReason) {
   auto ranks = run_processes("ChoosesASchedule", 3);
   ASSERT_TRUE(all_succeeded(ranks));
-  testing::expect_has(ranks[0].output, {"links measured: to a neighbour"});
+  expect_has(ranks[0].output, {"links measured: to a neighbour"});
   EXPECT_EQ(ranks[1].output, ranks[0].output);
   EXPECT_EQ(ranks[2].output, ranks[0].output);
 }
@@ -276,7 +271,7 @@ TEST_P(TcpFault, EverySurvivorNamesTheCulpritAndEndsInTime) {
   const auto timeout = 3000ms;  // allows for joining on a busy machine
   std::string says = c.says;
   says.replace(says.find('#'), 1, fmt::to_string(who));
-  testing::ProcessOptions options{
+  ProcessOptions options{
       .timeout = timeout, .limit = 60s, .options = {{"how", c.how}, {"who", fmt::to_string(who)}}};
   if (c.endless) options.never_ending = {who};
   auto ranks = run_processes("Misbehaving", 4, options);
@@ -291,7 +286,7 @@ TEST_P(TcpFault, EverySurvivorNamesTheCulpritAndEndsInTime) {
     EXPECT_EQ(ranks[r].exit_code, 3) << "signal " << ranks[r].signal;
     // The limit allows for joining and for a busy machine.
     EXPECT_LT(ranks[r].took, timeout + 5s + 5s);
-    testing::expect_has(ranks[r].output, {says, "step "});
+    expect_has(ranks[r].output, {says, "step "});
     EXPECT_EQ(ranks[r].output.find("failed group"), std::string::npos);
   }
 }
@@ -327,7 +322,7 @@ TEST(Tcp, ARankThatIsMissingIsNamed) {
   auto ranks = run_processes("JustJoins", 3, {.timeout = 4000ms, .only = {0, 1}});
   for (int r : {0, 1}) {
     EXPECT_EQ(ranks[r].exit_code, 3) << ranks[r].output;
-    testing::expect_has(ranks[r].output, {"never came: rank 2"});
+    expect_has(ranks[r].output, {"never came: rank 2"});
     EXPECT_LT(ranks[r].took, 4s + 5s + 5s);
   }
 }
@@ -337,9 +332,9 @@ TEST(Tcp, ABusyPortIsReported) {
   auto ranks =
       run_processes("JustJoins", 2,
                     {.rendezvous = fmt::format("tcp://127.0.0.1:{}", local_port(taken)), .timeout = 1000ms});
-  testing::expect_has(ranks[0].output, {"Address already in use"});
+  expect_has(ranks[0].output, {"Address already in use"});
   EXPECT_EQ(ranks[1].exit_code, 3) << ranks[1].output;
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -19,11 +19,8 @@
 #include "trainer/measure/ranks.h"
 #include "trainer/model/parameters.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::expect_bad_input;
-using testing::expect_has;
 
 TEST(AutoCompression, ParsesItsOptions) {
   EXPECT_TRUE(AutoCompression::is_request("auto") && AutoCompression::is_request("auto:error=1"));
@@ -327,4 +324,4 @@ TEST(PredictionText, ComparesThePartsOfAStep) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

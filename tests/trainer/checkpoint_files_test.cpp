@@ -14,22 +14,12 @@
 #include "trainer/checkpoint/safetensors.h"
 #include "trainer/log/records.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::Bytes;
-using testing::CheckpointedRank;
-using testing::expect_bad_input;
-using testing::read_bytes;
-using testing::Recorder;
-using testing::restore;
-using testing::Restored;
-using testing::TemporaryFolder;
-using testing::tiny_model;
-using testing::write_bytes;
 
-class CheckpointFiles : public testing::CheckpointFixture {};
+class CheckpointFiles : public CheckpointFixture {};
 GW_INSTANTIATE_ON_DEVICES(CheckpointFiles);
 
 // Checks that each rank writes its part, and no rank needs memory for the whole state.
@@ -41,7 +31,7 @@ TEST_P(CheckpointFiles, RanksOfAShardedRunWriteTheirShards) {
   c.checkpoint_directory = folder_.path("run");
   const auto parameters = vit_parameters(c.model);
   std::array<uint64_t, kRanks> bytes{};
-  testing::run_ranks(kRanks, GetParam(), [&](Communicator& comm) {
+  run_ranks(kRanks, GetParam(), [&](Communicator& comm) {
     CheckpointedRank rank(comm, c, reducer_options(c));
     const Optimizer optimizer(c, rank.stream, rank.reducer.owned());
     // The value of an element is its index in the layout. The elements of other ranks are wrong here.
@@ -112,8 +102,8 @@ TEST_P(CheckpointFiles, InitializesARunWithTheWeightsOfACheckpoint) {
   c.checkpoint_directory = folder_.path("again");
   c.checkpoint_every = 1;
   train(c);
-  EXPECT_EQ(testing::weights_in(weights_path(NewCheckpoint::final_path(folder_.path("again"), 1))),
-            testing::weights_in(c.init));
+  EXPECT_EQ(weights_in(weights_path(NewCheckpoint::final_path(folder_.path("again"), 1))),
+            weights_in(c.init));
 
   VitConfig other = c.model;
   other.mlp = 24, other.depth = 2;
@@ -145,8 +135,8 @@ TEST_P(CheckpointFiles, KeepsTheLatestAndSkipsUnfinishedOnes) {
   const FoundCheckpoint found = find_checkpoint(run);
   EXPECT_EQ(found.path, run + "/step-000000006");
   ASSERT_EQ(found.ignored.size(), 2u);
-  testing::expect_has(found.ignored[0], {"step-000000008.tmp: it was not finished"});
-  testing::expect_has(found.ignored[1], {"step-000000007: incomplete"});
+  expect_has(found.ignored[0], {"step-000000008.tmp: it was not finished"});
+  expect_has(found.ignored[1], {"step-000000007: incomplete"});
   EXPECT_EQ(find_checkpoint(run + "/step-000000006").path, run + "/step-000000006");
   EXPECT_FALSE(find_checkpoint(run + "/not-ours").path);
   expect_bad_input([&] { find_checkpoint(run + "/nowhere"); }, {"nowhere", "no such folder"});
@@ -188,7 +178,7 @@ TEST_P(CheckpointFiles, RejectsARunThatDoesNotFit) {
   c.lr = 0.5;
   const auto notes = compare_with_head(c, read_head(checkpoint(4)));
   ASSERT_EQ(notes.size(), 1u);
-  testing::expect_has(notes[0], {"lr 0.01, now 0.5"});
+  expect_has(notes[0], {"lr 0.01, now 0.5"});
   CheckpointHead head = read_head(checkpoint(4));
   Json saved = parse_json(head.config);
   saved["shard"] = "full";
@@ -213,7 +203,7 @@ TEST(Checkpoint, DamagedFilesAreRejectedByNameOrChangeNothing) {
   const std::vector<std::string> paths{weights_path(from), state_path(from, 0, 2), state_path(from, 1, 2)};
   const std::vector<Restored> sound = restore(c, 1, Device::host(), from);
   std::mt19937 random(17);
-  const int kTrials = testing::short_sweeps() ? 100 : 1000;
+  const int kTrials = short_sweeps() ? 100 : 1000;
   int refused = 0;
   for (int trial = 0; trial < kTrials; ++trial) {
     const std::string& path = paths[trial % paths.size()];
@@ -233,7 +223,7 @@ TEST(Checkpoint, DamagedFilesAreRejectedByNameOrChangeNothing) {
           << path << ": byte " << at << " changed what was restored";
     } catch (const BadInput& error) {
       ++refused;
-      testing::expect_has(error.what(), {from});
+      expect_has(error.what(), {from});
     }
     write_bytes(path, good);
   }
@@ -241,4 +231,4 @@ TEST(Checkpoint, DamagedFilesAreRejectedByNameOrChangeNothing) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -14,19 +14,12 @@
 #include "tests/trainer/checkpoint_fixture.h"
 #include "trainer/checkpoint/safetensors.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::CheckpointedRank;
-using testing::Recorder;
-using testing::restore;
-using testing::Restored;
-using testing::TemporaryFolder;
-using testing::thinned;
-using testing::tiny_model;
 
-class CheckpointTest : public testing::CheckpointFixture {};
+class CheckpointTest : public CheckpointFixture {};
 GW_INSTANTIATE_ON_DEVICES(CheckpointTest);
 
 TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
@@ -115,8 +108,8 @@ TEST(Checkpoint, RestoresTheStateOfACustomCodec) {
     TrainConfig c = config;
     c.devices.assign(static_cast<size_t>(world), Device::host());
     std::vector<Kept> kept(world);
-    testing::run_ranks(world, Device::host(), [&](Communicator& comm) {
-      CheckpointedRank rank(comm, c, {.bucket_bytes = bucket_bytes, .make_codec = testing::make_own_codec});
+    run_ranks(world, Device::host(), [&](Communicator& comm) {
+      CheckpointedRank rank(comm, c, {.bucket_bytes = bucket_bytes, .make_codec = make_own_codec});
       RankState state = rank.state();
       if (!from.empty()) restore_checkpoint(state, c, read_head(from));
       for (int step = 0; step < steps; ++step) rank.step(step);
@@ -173,7 +166,7 @@ TEST_P(CheckpointTest, FirstStepInAWorldOfOneAppliesTheRestoredResiduals) {
     alone.checkpoint_directory = folder_.path(to);
     alone.checkpoint_every = 1;
     train(alone);
-    return testing::weights_in(weights_path(NewCheckpoint::final_path(folder_.path(to), 5)));
+    return weights_in(weights_path(NewCheckpoint::final_path(folder_.path(to), 5)));
   };
   const std::vector<float> with = one_step(checkpoint(4), "with");
   // A copy of the checkpoint without residuals.
@@ -255,7 +248,7 @@ TEST_P(CheckpointTest, SumOfResidualsDoesNotDependOnSharding) {
     config.devices.assign(static_cast<size_t>(ranks), GetParam());
     std::vector<double> sum;
     std::mutex mutex;
-    testing::run_ranks(ranks, GetParam(), [&](Communicator& comm) {
+    run_ranks(ranks, GetParam(), [&](Communicator& comm) {
       CheckpointedRank rank(comm, config, reducer_options(config));
       if (!from.empty()) {
         EXPECT_FALSE(restore_checkpoint(rank.state(), config, read_head(from)));
@@ -274,13 +267,13 @@ TEST_P(CheckpointTest, SumOfResidualsDoesNotDependOnSharding) {
   for (bool before : {false, true}) {
     fs::remove_all(folder_.path("run"));
     const std::vector<double> sum = run(3, before, "");
-    EXPECT_GT(testing::norm(sum), 1);
+    EXPECT_GT(norm(sum), 1);
     for (bool after : {false, true}) {
       for (int ranks : {2, 3, 5}) {
         const std::vector<double> kept = run(ranks, after, saved);
         std::vector<double> difference(sum.size());
         for (size_t e = 0; e < sum.size(); ++e) difference[e] = kept[e] - sum[e];
-        EXPECT_LE(testing::norm(difference), 1e-6 * testing::norm(sum)) << after << ", " << ranks;
+        EXPECT_LE(norm(difference), 1e-6 * norm(sum)) << after << ", " << ranks;
       }
     }
   }
@@ -302,4 +295,4 @@ TEST_P(CheckpointTest, FirstStepAppliesResidualsThatFp32CannotKeep) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

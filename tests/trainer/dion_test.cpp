@@ -9,16 +9,13 @@
 #include "tests/trainer/files.h"
 #include "trainer/cli/flags.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::expect_bad_input;
-using testing::Recorder;
 
 class DionTrainTest : public ::testing::TestWithParam<Device> {
  protected:
   TrainConfig config(int ranks, const char* spec) const {
-    TrainConfig config = testing::run_config(testing::small_model(), ranks, GetParam(), spec);
+    TrainConfig config = run_config(small_model(), ranks, GetParam(), spec);
     config.batch_size = 8;
     config.steps = 90;
     config.warmup_steps = 3;
@@ -29,7 +26,7 @@ class DionTrainTest : public ::testing::TestWithParam<Device> {
     return config;
   }
   Recorder train(const TrainConfig& config) const { return testing::train(config, data_); }
-  const DataSplits data_ = make_synthetic(testing::small_model(), 192, 50, 1);
+  const DataSplits data_ = make_synthetic(small_model(), 192, 50, 1);
 };
 GW_INSTANTIATE_ON_DEVICES(DionTrainTest);
 
@@ -71,7 +68,7 @@ TEST_P(DionTrainTest, MuonLearnsInEveryWorldAndAGraphGivesTheSameBits) {
   }
 }
 
-class DionCheckpointTest : public testing::CheckpointFixture {};
+class DionCheckpointTest : public CheckpointFixture {};
 GW_INSTANTIATE_ON_DEVICES(DionCheckpointTest);
 
 TEST_P(DionCheckpointTest, ResumingGivesTheSameBits) {
@@ -96,7 +93,7 @@ TEST_P(DionCheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheMomenta) {
   train_and_save(c);
   const auto sum_of = [&](int world) {
     std::vector<double> sum;
-    for (const testing::Restored& r : testing::restore(c, world, GetParam(), checkpoint(4))) {
+    for (const Restored& r : restore(c, world, GetParam(), checkpoint(4))) {
       sum.resize(r.residual.size());
       for (size_t i = 0; i < sum.size(); ++i) sum[i] += double{r.residual[i]};
       for (float x : r.left) EXPECT_EQ(x, 0.0f);
@@ -141,4 +138,4 @@ TEST(DionOptions, ComposeWithTheWireFormat) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -13,11 +13,10 @@
 #include "trainer/measure/recommend.h"
 #include "trainer/model/parameters.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::TemporaryFolder;
 
 TEST(Table, AlignsColumns) {
   EXPECT_EQ(table_text({{"a", "bb"}, {"ccc", "d"}}, " "), " a    bb\n ccc   d\n");
@@ -165,4 +164,4 @@ TEST(Recommend, EveryRankReachesTheSameResult) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

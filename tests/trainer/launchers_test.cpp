@@ -12,12 +12,9 @@
 #include "tests/trainer/run_options.h"
 #include "trainer/cli/launcher.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
-using testing::expect_bad_input;
-using testing::launched_with;
-using testing::synthetic;
 using Variables = std::map<std::string, std::string>;
 
 // Returns the detected launch as text: "1/4 local 1/2 tcp://node0:29500", "none", or "error: ...". Replaces a
@@ -412,4 +409,4 @@ TEST(Launcher, RejectsContradictions) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

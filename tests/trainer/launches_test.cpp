@@ -9,10 +9,8 @@
 #include "trainer/train/optimizer_state.h"
 #include "trainer/train/weight_shards.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::cuda_launches;
 
 // Returns the ops that a rank enqueues for a step on CUDA: both passes and the optimizer, without the
 // reducer. The ops depend on the model's depth, not on its widths. So the function captures a narrow model on
@@ -124,4 +122,4 @@ TEST(Launches, LaunchesPerLayerMatchTheDocumentation) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

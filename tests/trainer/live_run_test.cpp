@@ -8,10 +8,8 @@
 #include "trainer/log/records.h"
 #include "trainer/log/summary.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::expect_has;
 
 constexpr const char* kRun =
     R"({"type":"run","model":{"name":"vit_tiny"},"ranks":3,"ranks_are":"processes","device":"host",)"
@@ -113,4 +111,4 @@ TEST(WaitHistory, RestartsWhenTheRunIsResumedOrTheWorldChanges) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -17,12 +17,8 @@
 #include "tests/trainer/run_options.h"
 #include "trainer/config/config.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::expect_bad_input;
-using testing::launched_with;
-using testing::synthetic;
 
 TEST(Models, EveryNamedModelIsValid) {
   EXPECT_EQ(model_names().size(), 6u);
@@ -82,8 +78,8 @@ TEST(Resolve, DefaultsDependOnTheOptimizerAndTheEpoch) {
 }
 
 TEST(Resolve, ChannelsAndClassesMatchTheImages) {
-  testing::TemporaryFolder folder;
-  testing::write_cifar10(folder);
+  TemporaryFolder folder;
+  write_cifar10(folder);
   RunOptions o;
   o.device = DeviceChoice::host;
   o.data_text = "cifar10:" + folder.path();
@@ -147,7 +143,7 @@ TEST(Resolve, LayersPerGradientGroupAreTwoByDefault) {
   const Resolved four = resolve(o);
   EXPECT_EQ(four.config.gradient_group, 4);
   ASSERT_FALSE(four.notes.empty());
-  testing::expect_has(four.notes.back(), {"--gradient-group has no effect on the host"});
+  expect_has(four.notes.back(), {"--gradient-group has no effect on the host"});
 }
 
 TEST(Resolve, MomentumIsBeta1OfAdamw) {
@@ -273,7 +269,7 @@ TEST(Resolve, NamesTheDeviceAndExplainsAFallback) {
   o.device = DeviceChoice::automatic;
   Resolved run = resolve(o);
   if (cuda_device_count() == 0) {
-    testing::expect_has(run.device_line, {"no GPU: "});
+    expect_has(run.device_line, {"no GPU: "});
     EXPECT_TRUE(run.config.devices[3].is_host());
   } else {
     EXPECT_TRUE(run.config.devices[3].is_cuda());
@@ -319,7 +315,7 @@ TEST(Elastic, RejectsUnsupportedConfigurations) {
   hierarchical.specs = {"fp32:schedule=hierarchical"};
   hierarchical.ranks_per_node = 2;
   expect_bad_input([&] { resolve(sharded); }, {"--elastic 1:4", "--shard optimizer", "--checkpoint"});
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   sharded.checkpoint_directory = folder.path("saved");
   EXPECT_TRUE(resolve(sharded).config.shard_optimizer);
   expect_bad_input([&] { resolve(overlapped); }, {"--elastic 1:4", "--overlap-forward"});
@@ -328,7 +324,7 @@ TEST(Elastic, RejectsUnsupportedConfigurations) {
 }
 
 TEST(Elastic, JoinersTakeTheRunsSettingsButNotItsHistory) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const std::string members = folder.path("members");
   expect_bad_input([&] { launch_of_joiner(members); }, {members, "--members"});
   std::ofstream(members) << "something else";
@@ -352,4 +348,4 @@ TEST(Elastic, JoinersTakeTheRunsSettingsButNotItsHistory) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -18,17 +18,10 @@
 #include "trainer/log/console.h"
 #include "trainer/log/summary.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
 using nlohmann::json;
-using testing::compared_run;
-using testing::record_config;
-using testing::record_data;
-using testing::record_step;
-using testing::records_in;
-using testing::run_info;
-using testing::TemporaryFolder;
 
 TEST(Records, EachHasTheFieldsOfItsType) {
   json run = json::parse(run_record(record_config(), record_data(), run_info("ring")));
@@ -296,7 +289,7 @@ TEST(Records, SeedsHaveAMeanAndASampleDeviation) {
                                    {"final_loss", 2.0},
                                    {"diverged", false},
                                    {"log", "out.1.jsonl"}}));
-  testing::expect_has(compare_table({run}), {"81.00 +-1.00 %  2.0000 +-1.0000"});
+  expect_has(compare_table({run}), {"81.00 +-1.00 %  2.0000 +-1.0000"});
   run.seeds[1].summary.test_accuracy = {};  // this run has no evaluation
   EXPECT_TRUE(json::parse(compare_document({run}))[0]["test_accuracy"].is_null());
 }
@@ -322,7 +315,7 @@ TEST(RunLog, WritesEachRecordImmediately) {
 
 TEST(RunLog, RejectsEqualFilesUnderDifferentNames) {
   TemporaryFolder folder;
-  testing::write_bytes(folder.path("run"), {});
+  write_bytes(folder.path("run"), {});
   std::filesystem::create_symlink(folder.path("run"), folder.path("link"));
   std::filesystem::create_hard_link(folder.path("run"), folder.path("hard"));
   std::filesystem::create_symlink("none", folder.path("dangling"));
@@ -330,18 +323,18 @@ TEST(RunLog, RejectsEqualFilesUnderDifferentNames) {
   check_all_different({{"--log", "/dev/null"}, {"--trace", "/dev/null"}});
   for (const std::string& other :
        {folder.path("run"), folder.path("./run"), folder.path("link"), folder.path("hard")}) {
-    testing::expect_bad_input(
+    expect_bad_input(
         [&] {
           check_all_different({{"--log", folder.path("run")}, {"--trace", other}});
         },
         {"--log", "--trace " + other, "the same file"});
   }
-  testing::expect_bad_input(
+  expect_bad_input(
       [&] {
         check_all_different({{"--log", folder.path("new")}, {"--trace", folder.path("x/../new")}});
       },
       {"the same file"});
-  testing::expect_bad_input(
+  expect_bad_input(
       [&] {
         check_all_different({{"--log", folder.path("none")}, {"--init", folder.path("dangling"), false}});
       },
@@ -353,7 +346,7 @@ TEST(RunLog, AtomicWritesLeaveTheOldOrTheNewFile) {
   std::string path = folder.path("out.json");
   OutputFile(path).write("one");
   OutputFile(path).write("two");
-  testing::Bytes bytes = testing::read_bytes(path);
+  Bytes bytes = read_bytes(path);
   EXPECT_EQ(std::string(bytes.begin(), bytes.end()), "two");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
 }
@@ -391,7 +384,7 @@ TEST(CompareTable, BucketSizesHaveAColumnWhereTheyDiffer) {
   std::string head, rule, first, second;
   std::getline(table, head), std::getline(table, rule), std::getline(table, first),
       std::getline(table, second);
-  testing::expect_has(head, {"compression  bucket MiB  test accuracy"});
+  expect_has(head, {"compression  bucket MiB  test accuracy"});
   EXPECT_EQ(first.substr(0, head.find("  test accuracy")), "fp32                0.5");
   EXPECT_EQ(second.substr(0, head.find("  test accuracy")), "fp32                 25");
   const json document = json::parse(compare_document(runs));
@@ -412,13 +405,13 @@ TEST(Console, PrintsPlainLinesIfNotATerminal) {
     for (int64_t i = 0; i < 10; ++i) console.on_step(record_step(i, 1.0));
   }
   std::fclose(out);
-  testing::Bytes bytes = testing::read_bytes(folder.path("out"));
+  Bytes bytes = read_bytes(folder.path("out"));
   std::string text(bytes.begin(), bytes.end());
   EXPECT_EQ(text.find('\r'), std::string::npos);
   EXPECT_EQ(text.find('\033'), std::string::npos);
   // Lines for the model, the schedule, and steps 1, 4, 8, 10.
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 2 + 4);
-  testing::expect_has(text, {"Schedule: ", "step 10/10"});
+  expect_has(text, {"Schedule: ", "step 10/10"});
 }
 
 TEST(EarlierRun, IsReadFromItsLog) {
@@ -446,11 +439,11 @@ TEST(EarlierRun, IsReadFromItsLog) {
   EXPECT_EQ(compare_document({before}), compare_document({now}));
   EXPECT_EQ(earlier.summary.seconds, 7.5);
 
-  testing::Bytes cut = testing::read_bytes(path);
+  Bytes cut = read_bytes(path);
   cut.resize(cut.size() - 3);
-  testing::write_bytes(path, cut);
+  write_bytes(path, cut);
   EXPECT_FALSE(read_earlier_run(path).finished);
-  testing::write_bytes(path, {'{', '}', '\n'});
+  write_bytes(path, {'{', '}', '\n'});
   EXPECT_EQ(read_earlier_run(path).settings, "");
 }
 
@@ -478,4 +471,4 @@ TEST(EarlierRun, SettingsAreThoseThatDetermineResults) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -7,13 +7,8 @@
 
 #include "tests/trainer/files.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::Bytes;
-using testing::expect_bad_input;
-using testing::TemporaryFolder;
-using testing::write_bytes;
 
 class SafetensorsTest : public ::testing::Test {
  protected:
@@ -80,7 +75,7 @@ TEST_F(SafetensorsTest, SeveralWritersProduceTheFileOfOne) {
   second.close();
   third.close();
   first.finish(others);
-  EXPECT_EQ(testing::read_bytes(path_), testing::read_bytes(folder_.path("alone")));
+  EXPECT_EQ(read_bytes(path_), read_bytes(folder_.path("alone")));
   SafetensorsReader(path_).verify(true);
 }
 
@@ -159,4 +154,4 @@ TEST_F(SafetensorsTest, RejectsInvalidHeaders) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

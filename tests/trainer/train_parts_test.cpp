@@ -15,10 +15,8 @@
 #include "trainer/train/run.h"
 #include "trainer/train/run_reporter.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::expect_error;
 
 // Checks the order of five buckets. The link sends a bucket as soon as it is full if the link is free, and
 // then the other buckets from last to first.
@@ -92,4 +90,4 @@ TEST(RankReports, NamesTheLateRank) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

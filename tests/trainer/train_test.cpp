@@ -25,13 +25,8 @@
 #include "trainer/train/run_reporter.h"
 #include "trainer/train/weight_shards.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
-
-using testing::expect_error;
-using testing::Recorder;
-using testing::small_model;
-using testing::thinned;
 
 // Expects two runs with equal losses, evaluations and weights.
 void expect_same_run(const Recorder& got, const Recorder& want, const std::string& what) {
@@ -43,9 +38,9 @@ void expect_same_run(const Recorder& got, const Recorder& want, const std::strin
 class TrainTest : public ::testing::TestWithParam<Device> {
  protected:
   TrainConfig config(int ranks, const char* spec = "fp32") const {
-    TrainConfig config = testing::run_config(small_model(), ranks, GetParam(), spec);
+    TrainConfig config = run_config(small_model(), ranks, GetParam(), spec);
     config.batch_size = 8;
-    config.steps = testing::short_sweeps() ? 6 : 12;
+    config.steps = short_sweeps() ? 6 : 12;
     config.warmup_steps = 3;
     config.lr = 3e-3;
     config.seed = 5;
@@ -339,7 +334,7 @@ TEST_P(TrainTest, RunsUseThePlannedMemory) {
     EXPECT_EQ(plan_memory(c).compression.total(), train(c).info.reducer_extra_bytes) << spec;
   }
   const std::string text = memory_text(config(3, "bf16"), plan_memory(config(3, "bf16")));
-  testing::expect_has(text, {"Extra memory for bf16: "});
+  expect_has(text, {"Extra memory for bf16: "});
 }
 
 TEST_P(TrainTest, WorldOfOneSendsNothing) {
@@ -391,14 +386,14 @@ TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithTheReason) {
   InitialWeights initial(c.seed);
   Recorder recorder;
   // The failure ends all ranks far sooner than the timeout.
-  const auto reasons = testing::errors_in_threads(3, [&](int rank) {
+  const auto reasons = errors_in_threads(3, [&](int rank) {
     const SharedRun shared{rank == 2 ? shorter : c, data_, recorder, reports, initial};
     RankTrainer(shared, *comms[rank]).run();
     if (rank != 2) return;
     for (auto& comm : comms) comm->abort("rank 2 went home");
     reports.abort("rank 2 went home");
   });
-  for (int rank : {0, 1}) testing::expect_has(reasons[rank], {"rank 2 went home"});
+  for (int rank : {0, 1}) expect_has(reasons[rank], {"rank 2 went home"});
 }
 
 TEST_P(TrainTest, RejectsInvalidConfigurations) {
@@ -415,4 +410,4 @@ TEST_P(TrainTest, RejectsInvalidConfigurations) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing

@@ -16,14 +16,11 @@
 #include "tests/support/normal.h"
 #include "tests/trainer/runs.h"
 
-namespace gradwire {
+namespace gradwire::testing {
 namespace {
 
-using testing::index_of;
-using testing::normal;
-
 VitConfig small_config(Gelu gelu = Gelu::exact, int32_t depth = 2) {
-  VitConfig config = testing::small_model(depth);
+  VitConfig config = small_model(depth);
   config.image = 12, config.channels = 2, config.width = 24, config.heads = 3, config.mlp = 40;
   config.classes = 5;
   config.gelu = gelu;
@@ -405,4 +402,4 @@ TEST(Vit, RejectsInvalidArguments) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::testing
