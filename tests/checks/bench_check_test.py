@@ -73,8 +73,8 @@ class Check(unittest.TestCase):
         rows = [{"op": f"int{bits}_decode", "cache": "warm", "speedup": 9} for bits in range(20)]
         rows.append({"op": "bf16_reduce_encode", "cache": "cold", "speedup": 9})
         verdict = check.verdict_of(case(where={"op": "bf16_encode", "cache": "cold"}), rows, HERE)
-        self.assertRegex(verdict["why"], "^no row with op=bf16_encode, cache=cold; the rows are: op=bf16_reduce_"
-                         "encode, cache=cold; op=int0_decode, cache=warm; .*; 13 more$")
+        self.assertRegex(verdict["why"], "^no row with op=bf16_encode, cache=cold; the rows are: "
+                         "op=bf16_reduce_encode, cache=cold; op=int0_decode, cache=warm; .*; 13 more$")
 
     def write(self, *cases):
         path = self.folder / "baselines.jsonl"

@@ -8,22 +8,23 @@ runtime/util/environment.cpp may call getenv(), and its table must have every va
 The page has separate sections for the variables of Python, shell and the tests; they must be complete and
 have no other variables.
 """
+import functools
 import pathlib
 import re
 import subprocess
 import sys
 
+import gate
+
 PRODUCT = ("runtime", "kernels", "collectives", "trainer", "bench", "integrations")
 READER = "runtime/util/environment.cpp"
 NAME = r"[A-Z][A-Z0-9_]+"
 # The folders and files whose variables each section of the page lists. C++ counts only in tests.
-SECTIONS = {
-    "The Python package": ["integrations/python"], "Scripts and benchmarks": ["Makefile", "scripts", "bench"],
-    "Tests": ["tests", "tools/checks"]
-}
+SECTIONS = {"The Python package": ["integrations/python"], "Tests": ["tests", "tools/checks"],
+            "Scripts and benchmarks": ["Makefile", "scripts", "bench"]}
 READS = {
-    ".py": re.compile(
-        rf"""os\.environ(?:\.get\(|\[)\s*["']({NAME})["']|\benv\[["']({NAME})["']\](?!\s*=[^=])"""),
+    ".py": re.compile(rf"""os\.environ(?:\.get\(|\[)\s*["']({NAME})["']|"""
+                      rf"""\benv\[["']({NAME})["']\](?!\s*=[^=])"""),
     ".sh": re.compile(rf"\$\{{({NAME}):-"),
     "Makefile": re.compile(rf"^({NAME}) \?=", re.M),
     ".cpp": re.compile(rf"""(?:getenv|from_environment)\(\s*"({NAME})\""""),
@@ -31,10 +32,11 @@ READS = {
 READS[".h"] = READS[".cpp"]
 
 
+tree = functools.lru_cache(gate.files)
+
+
 def files(root, where):
-    path = root / where
-    return [path] if path.is_file() else sorted(p for p in path.rglob("*")
-                                                if p.is_file() and "__pycache__" not in p.parts)
+    return [root / name for name in tree(root) if (name + "/").startswith(where + "/")]
 
 
 def getenv_elsewhere(root):
@@ -78,11 +80,8 @@ def sections(page):
 
 
 def listed(text):
-    return {
-        name
-        for row in re.findall(r"^\| (`.*?) \|", text, re.M)
-        for name in re.findall(rf"`({NAME})`", row)
-    }
+    return {name for row in re.findall(r"^\| (`.*?) \|", text, re.M)
+            for name in re.findall(rf"`({NAME})`", row)}
 
 
 def problems(root, printed):
@@ -92,9 +91,8 @@ def problems(root, printed):
     for title, text in printed.items():
         table |= listed(text)
         if page.get(title, "").strip() != text.strip() and title:
-            yield (
-                f"docs/environment.md: section '{title}' is not what `gradwire doctor --environment` prints; "
-                "paste that")
+            yield (f"docs/environment.md: section '{title}' is not what `gradwire doctor --environment` "
+                   "prints; paste that")
     for name, place in asked_for(root):
         if name not in table:
             yield f"{place}: {name} is not in the table of {READER}"
@@ -116,10 +114,8 @@ def main():
                              check=True).stdout
     if printed.count("\n| `") < 20:
         sys.exit(f"check_environment: the command printed no table:\n{printed}")
-    found = list(problems(pathlib.Path(sys.argv[2]), printed))
-    print("\n".join(found)
-          or f"{len(listed(printed))} variables in the code's table, all on the page; no getenv() elsewhere")
-    return 1 if found else 0
+    return gate.end(problems(pathlib.Path(sys.argv[2]), printed), f"{len(listed(printed))} variables in the "
+                    "code's table, all on the page; no getenv() elsewhere")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import ast
 import pathlib
 import sys
 
+import gate
+
 # The functions of each module, with the position of the argument dtype. None: dtype is a keyword only.
 FACTORIES = {
     "torch": {name: None for name in ("zeros", "ones", "empty", "full", "tensor", "arange", "linspace", "eye",
@@ -45,8 +47,7 @@ def main() -> int:
                 calls += 1
                 wrong += [f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node)}: name {argument}="
                           for argument in missing(node)]
-    print("\n".join(wrong) or f"{calls} calls: every factory names its type and device")
-    return 1 if wrong else 0
+    return gate.end(wrong, f"{calls} calls: every factory names its type and device")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import re
 import subprocess
 import sys
 
+import gate
+
 FILTER = re.compile(r"""--gtest_filter=(?:"([^"]*)"|'([^']*)'|([^\s"'`;)\]]+))""")
 PLACES = ("Makefile", "scripts", "tests", "docs", "README.md")
 SUFFIXES = {"", ".sh", ".py", ".md", ".txt", ".cmake"}
@@ -79,11 +81,9 @@ def filters_of_texts(root, build, cuda):
     programs = sorted(p for p in (build / "bin").iterdir()
                       if p.name.endswith("_tests") and p.name != "fuzz_tests"
                       and (p.name in CUDA_PROGRAMS) == cuda)
-    for path in sorted(p for place in PLACES
-                       for p in ([root / place] if (root / place).is_file() else (root / place).rglob("*"))):
-        name = path.relative_to(root).as_posix()
-        if path.suffix not in SUFFIXES or not path.is_file() or path == pathlib.Path(
-                __file__).resolve() or name.startswith("docs/results"):
+    for name in gate.files(root):
+        path = root / name
+        if name.split("/")[0] not in PLACES or path.suffix not in SUFFIXES or name.startswith("docs/results"):
             continue
         text = path.read_text().replace("\\\n", " ")
         variables = dict(re.findall(r"^\s*(\w+)=['\"]?([^'\"\s$]*)['\"]?$", text, re.M))
@@ -120,12 +120,9 @@ def main():
     wrong = []
     for place, text, programs in all_filters:
         names = ", ".join(pathlib.Path(p).name for p in programs) if len(programs) < 4 else "any program"
-        wrong += [
-            f"{place}: {text}: '{p}' matches no test of {names or 'a program that was not built'}"
-            for p in unmatched(text, programs)
-        ]
-    print("\n".join(wrong) or f"{len(all_filters)} filters: every pattern matches a test")
-    return 1 if wrong else 0
+        wrong += [f"{place}: {text}: '{p}' matches no test of {names or 'a program that was not built'}"
+                  for p in unmatched(text, programs)]
+    return gate.end(wrong, f"{len(all_filters)} filters: every pattern matches a test")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import re
 import subprocess
 import sys
 
+import gate
+
 ROW = re.compile(r"^\|\s*`(\w+)`\s*\|(.*)\|\s*$")
 COLUMNS = ["source", "wide accesses", "shim", "compute-sanitizer", "GPU", "of copy bandwidth"]
 
@@ -42,10 +44,8 @@ def kernels_in_sources(root: pathlib.Path) -> dict[str, str]:
         for match in re.finditer(r"\b__global__\b([^(;{]*)\(", text):
             name = match.group(1).split()[-1]
             if name in found:
-                raise SystemExit(
-                    f"two kernels are called {name}: in {found[name]} and {path.relative_to(root)}; names"
-                    " must be unique"
-                )
+                raise SystemExit(f"two kernels are called {name}: in {found[name]} and "
+                                 f"{path.relative_to(root)}; names must be unique")
             found[name] = str(path.relative_to(root))
     return found
 
@@ -67,10 +67,8 @@ def kernels_in_table(root: pathlib.Path) -> dict[str, Row]:
 
 
 def compare(sources: dict[str, str], table: dict[str, Row]) -> list[str]:
-    wrong = [
-        f"{name} ({file}) is missing in the table of docs/gpu.md" for name, file in sources.items()
-        if name not in table
-    ]
+    wrong = [f"{name} ({file}) is missing in the table of docs/gpu.md" for name, file in sources.items()
+             if name not in table]
     for name, row in table.items():
         if name not in sources:
             wrong.append(f"docs/gpu.md lists {name}, but the sources have no such __global__ function")
@@ -159,8 +157,7 @@ def main() -> int:
     wrong = compare(sources, table)
     if options.launched:
         wrong += check_launched(table, options)
-    print("\n".join(wrong) or f"{len(sources)} kernels agree with the table")
-    return 1 if wrong else 0
+    return gate.end(wrong, f"{len(sources)} kernels agree with the table")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import pathlib
 import re
 import sys
 
+import gate
+
 LAYERS = {  # each top folder, and the top folders that its files may include
     "runtime": set(),
     "kernels": {"runtime"},
@@ -23,19 +25,15 @@ LAYERS = {  # each top folder, and the top folders that its files may include
 # The launcher chooses between nvcc and the CPU shim.
 EXCEPTIONS = {("runtime/device/launch.cuh", "tests/simt/simt.h")}
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
-SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".c"}
+SUFFIXES = (".h", ".cpp", ".cu", ".cuh", ".c")
 LAUNCHER = "runtime/device/launch.cuh"
 
 
-def sources(root: pathlib.Path) -> list[pathlib.Path]:
-    return sorted(p for top in LAYERS for p in (root / top).rglob("*") if p.suffix in SUFFIXES)
-
-
-def violations(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> list[str]:
+def violations(root: pathlib.Path, names: list[str], graph: dict[str, dict[str, str]]) -> list[str]:
     """Returns the wrong lines. Fills graph[folder][included folder] with the place of an include."""
     found = []
-    for path in sources(root):
-        name = path.relative_to(root).as_posix()
+    for name in names:
+        path = root / name
         folder, top = name.rpartition("/")[0], name.split("/")[0]
         graph[folder]
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -64,8 +62,8 @@ def python_imports(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> dict
         name = path.relative_to(root).as_posix()
         modules[name]
         for node in ast.walk(ast.parse(path.read_text(), name)):
-            names = [alias.name for alias in node.names] if isinstance(node,
-                                                                       (ast.Import, ast.ImportFrom)) else []
+            imports = isinstance(node, (ast.Import, ast.ImportFrom))
+            names = [alias.name for alias in node.names] if imports else []
             if isinstance(node, ast.ImportFrom):  # from plots import style; from plots.style import plt
                 names = [node.module, *(f"{node.module}.{name}" for name in names)]
             for imported in names:
@@ -108,24 +106,17 @@ def order(graph: dict[str, dict[str, str]]) -> tuple[list[str], list[str]]:
 def main() -> int:
     arguments = [a for a in sys.argv[1:] if a != "--print"]
     root = pathlib.Path(arguments[0] if arguments else ".")
-    files = len(sources(root))
-    if files < 100:
-        print(f"check_layers: only {files} source files below {root.resolve()}: wrong folder?")
-        return 1
+    names = [n for n in gate.files(root, 100) if n.split("/")[0] in LAYERS and n.endswith(SUFFIXES)]
     graph: dict[str, dict[str, str]] = collections.defaultdict(dict)
-    found = violations(root, graph)
+    found = violations(root, names, graph)
     modules = python_imports(root, graph)
     folders, cycles = order(graph)
     cycles += order(modules)[1]
     if "--print" in sys.argv:
         for folder in folders:
             print(f"{folder} -> {', '.join(sorted(graph[folder])) or 'nothing'}")
-    fine = (
-        f"{files} files in {len(folders)} folders, {len(modules)} Python modules: every include points down,"
-        " no cycles"
-    )
-    print("\n".join(found + cycles) or fine)
-    return 1 if found or cycles else 0
+    return gate.end(found + cycles, f"{len(names)} files in {len(folders)} folders, {len(modules)} Python "
+                    "modules: every include points down, no cycles")
 
 
 if __name__ == "__main__":

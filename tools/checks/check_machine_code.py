@@ -29,6 +29,7 @@ import shutil
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import gate  # noqa: E402
 import machine_code  # noqa: E402
 from check_kernel_table import (  # noqa: E402
     ROW, Launched, add_launched, base_name, kernels_in_table, launched_by_name)
@@ -65,9 +66,8 @@ def read_budgets(path: pathlib.Path) -> dict[str, Budget]:
         cells = line.split("\t")
         if len(cells) not in (7, 8):
             raise SystemExit(
-                f"{path}:{number}: {len(cells)} columns, expected kernel, threads, dynamic shared KB,"
-                " registers, KB in flight, instructions per byte, allowed, reason, separated by tabs"
-            )
+                f"{path}:{number}: {len(cells)} columns, expected kernel, threads, dynamic shared KB, "
+                "registers, KB in flight, instructions per byte, allowed, reason, separated by tabs")
         allowed = {word for word in cells[6].split(",") if word != "-"}
         if unknown := allowed - {"call", "half-sector", "narrow"}:
             raise SystemExit(
@@ -83,8 +83,7 @@ def label(full: str) -> str:
     """Returns the kernel's name, with the op for kernels of kernels/cuda/vector.cuh that run several."""
     name = base_name(full)
     op = re.search(r"namespace\)::(\w+)[<(,> ]", full.partition("<")[2])
-    return f"{name}({op.group(1)})" if name in ("for_columns_kernel",
-                                                "column_partials_kernel") and op else name
+    return f"{name}({op[1]})" if op and name in ("for_columns_kernel", "column_partials_kernel") else name
 
 
 def warps(function: dict, threads: int, dynamic_shared: float) -> int:
@@ -125,14 +124,11 @@ def figures(function: dict, threads: int, dynamic_shared: float) -> Figures:
                   instructions_per_byte=hot["instructions"] / traffic, instantiations=1)
     one.kb_in_flight = one.warps * 32 * hot["in_flight"] / 1024
     one.kb_needed = KB_NEEDED * hot["loads"] / traffic
-    if hot["calls"]:
-        one.found.add("call")
-    if hot["half_sector"]:
-        one.found.add("half-sector")
-    if not hot["wide_loads"] and not hot["wide_stores"]:
-        one.found.add("narrow")
-    if hot["by_words"] > hot["wide_stores"]:  # a path for unaligned arrays has as many of each
-        one.found.add("words")
+    is_found = {"call": hot["calls"], "half-sector": hot["half_sector"],
+                "narrow": not hot["wide_loads"] and not hot["wide_stores"],
+                # a path for unaligned arrays has as many of each
+                "words": hot["by_words"] > hot["wide_stores"]}
+    one.found = {what for what, yes in is_found.items() if yes}
     enough = min(1.0, one.kb_in_flight / one.kb_needed) if one.kb_needed else 1.0
     issue = min(1.0, INSTRUCTIONS_PER_BYTE / one.instructions_per_byte)
     one.predicted = round(BEST * enough * issue * (0.95 if hot["half_sector"] else 1.0))
@@ -146,13 +142,11 @@ def violations(name: str, is_: Figures, budget: Budget | None) -> list[str]:
     if is_.registers > budget.registers:
         wrong.append(f"{name}: {is_.registers} registers; its budget is {budget.registers}")
     if is_.kb_in_flight < budget.kb_in_flight:
-        wrong.append(
-            f"{name}: {is_.kb_in_flight:.1f} KB of loads in flight on a multiprocessor; its budget is "
-            f"{budget.kb_in_flight:g}")
+        wrong.append(f"{name}: {is_.kb_in_flight:.1f} KB of loads in flight on a multiprocessor; its budget "
+                     f"is {budget.kb_in_flight:g}")
     if is_.instructions_per_byte > budget.instructions_per_byte:
-        wrong.append(
-            f"{name}: {is_.instructions_per_byte:.2f} instructions per byte in its hot loop; its budget is "
-            f"{budget.instructions_per_byte:g}")
+        wrong.append(f"{name}: {is_.instructions_per_byte:.2f} instructions per byte in its hot loop; its "
+                     f"budget is {budget.instructions_per_byte:g}")
     what = {"call": "calls a subroutine in its hot loop (a division or a root?)",
             "half-sector": "stores half sectors: two 16-byte stores of one thread are adjacent",
             "narrow": "has no 16-byte access in its hot loop",
@@ -226,19 +220,10 @@ def measurements(pages: str) -> dict[str, str]:
 
 def table(all_: dict[str, Figures], budgets: dict[str, Budget], measured: dict[str, str],
           toolkit: str) -> str:
-    lines = [
-        GENERATED[0],
-        (
-            f"From nvcc {toolkit}, for {PINNED}; where a kernel has several instantiations, the worst of "
-            "those with 16-byte accesses."
-        ),
-        "",
-        (
-            "| kernel | forms | registers | warps/SM | KB in flight (enough) | instructions/B | predicted %"
-            " of copy | measured | outside the limits because |"
-        ),
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = [GENERATED[0], f"From nvcc {toolkit}, for {PINNED}; where a kernel has several instantiations, "
+             "the worst of those with 16-byte accesses.", "",
+             "| kernel | forms | registers | warps/SM | KB in flight (enough) | instructions/B | predicted % "
+             "of copy | measured | outside the limits because |", "|---" * 9 + "|"]
     for name, one in sorted(all_.items()):
         reason = budgets[name].reason if name in budgets else ""
         seen = measured.get(name, measured.get(name.split("(")[0], ""))
@@ -268,15 +253,9 @@ def contracted(build: pathlib.Path) -> list[str]:
     With contraction, the results would differ from the host's results.
     """
     commands = json.loads((build / "compile_commands.json").read_text())
-    exact = [
-        entry for entry in commands
-        if re.search(r"/kernels/(wire|randk|feedback)/[^/]*\.cu$", entry["file"])
-        and "nvcc" in entry["command"]
-    ]
-    return [
-        f"{entry['file']} is compiled without --fmad=false" for entry in exact
-        if "--fmad=false" not in entry["command"]
-    ]
+    return [f"{entry['file']} is compiled without --fmad=false" for entry in commands
+            if re.search(r"/kernels/(wire|randk|feedback)/[^/]*\.cu$", entry["file"])
+            and "nvcc" in entry["command"] and "--fmad=false" not in entry["command"]]
 
 
 def main() -> int:
@@ -334,10 +313,8 @@ def main() -> int:
     elif f"From nvcc {toolkit}," in there and GENERATED[0] + there + GENERATED[1] != now:
         wrong.append("the table of docs/results/machine-code.md is out of date: run make machine-code")
     architectures = sorted({function["architecture"] for function in read})
-    print("\n".join(wrong)
-          or f"{len(worst)} kernels within their budgets, {len(read)} functions without local memory "
-          f"({', '.join(architectures)})")
-    return 1 if wrong else 0
+    return gate.end(wrong, f"{len(worst)} kernels within their budgets, {len(read)} functions without local "
+                    f"memory ({', '.join(architectures)})")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import re
 import subprocess
 import sys
 
+import gate
+
 BASE = ("make", "git", "apt")
 # What `make demo` builds, and the files that it runs.
 DEMO_TARGET = "gradwire"
@@ -126,29 +128,24 @@ def setup_list(root, lists):
 def build_files(build, goal):
     """Yields (file, target) of each header that the build reads outside the tree, and each linked library.
     With a goal, of the build of this target only."""
-    goal = [goal] if goal else []
-    inputs = set(subprocess.run(["ninja", "-C", build, "-t", "inputs", *goal], capture_output=True, text=True,
-                                check=True).stdout.split()) if goal else set()
-    deps = subprocess.run(["ninja", "-C", build, "-t", "deps"], capture_output=True, text=True,
-                          check=True).stdout
-    target = None
-    for line in deps.splitlines():
+    def ninja(*tool):
+        return subprocess.check_output(["ninja", "-C", build, "-t", *tool], text=True)
+
+    goal, target = [goal] if goal else [], None
+    inputs = set(ninja("inputs", *goal).split()) if goal else set()
+    for line in ninja("deps").splitlines():
         if line.startswith("    "):
             if not goal or target in inputs:
                 yield line.strip(), target
         elif line:
             target = line.split(":")[0]
-    commands = subprocess.run(["ninja", "-C", build, "-t", "commands", *goal], capture_output=True, text=True,
-                              check=True).stdout
     names = {}
-    for line in commands.splitlines():
+    for line in ninja("commands", *goal).splitlines():
         if " -c " in line:
             continue
         target = re.search(r" -o (\S+)", line)
         for word in line.split():
-            if re.fullmatch(r"/\S+\.(so|a)(\.[0-9.]+)?", word):
-                names.setdefault(word, target[1] if target else "a link")
-            elif re.fullmatch(r"-l[A-Za-z0-9_+.-]+", word):
+            if re.fullmatch(r"/\S+\.(so|a)(\.[0-9.]+)?|-l[A-Za-z0-9_+.-]+", word):
                 names.setdefault(word, target[1] if target else "a link")
     for name, target in names.items():
         if name.startswith("-l"):
@@ -185,9 +182,8 @@ def python_commands_and_modules(path):
             first = node.args[0]
             if name in ("run", "Popen", "check_output", "check_call", "call") and isinstance(
                     first, (ast.List, ast.Tuple)):
-                words = [
-                    e.value for e in first.elts if isinstance(e, ast.Constant) and isinstance(e.value, str)
-                ]
+                words = [e.value for e in first.elts if isinstance(e, ast.Constant)
+                         and isinstance(e.value, str)]
                 if first.elts and isinstance(first.elts[0], ast.Constant):
                     yield "command", words[0]
                 interpreter = ast.unparse(first.elts[0]) if first.elts else ""
@@ -201,24 +197,11 @@ def python_commands_and_modules(path):
 def uses(root):
     """Returns (kind, name, its user) of the commands and Python modules that scripts, tests and benches
     name."""
-    tracked = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True)
-    names = (
-        tracked.stdout.splitlines()
-        if tracked.returncode == 0
-        else [
-            str(p.relative_to(root))
-            for p in root.rglob("*")
-            if not str(p.relative_to(root)).startswith("build")
-        ]
-    )
-    local = {
-        part
-        for name in names if name.endswith(".py") for part in pathlib.Path(name).with_suffix("").parts
-    }
+    names = gate.files(root)
+    local = {part for name in names if name.endswith(".py")
+             for part in pathlib.Path(name).with_suffix("").parts}
     for name in names:
         path = root / name
-        if not path.is_file():
-            continue
         if name.endswith(".sh") or name in ("Makefile", ".ci/run"):
             text = path.read_text()
             functions = set(re.findall(r"^\s*(\w+)\(\)", text, re.M))
@@ -276,24 +259,14 @@ class Uses:
     def add_build(self, root, build):
         """Adds the headers and libraries that a build has read."""
         cache = (build / "CMakeCache.txt").read_text()
-        toolkits = [
-            pathlib.Path(found).resolve().parent
-            for found in re.findall(r"^(?:NCCL_INCLUDE_DIR|NCCL_LIBRARY):\w+=(/\S+)", cache, re.M)
-        ]
-        toolkits += [
-            pathlib.Path(found).resolve().parent.parent
-            for found in re.findall(r"^CMAKE_CUDA_COMPILER:\w+=(/\S+)", cache, re.M)
-        ]
+        toolkits = [pathlib.Path(found).resolve().parents[0 if nccl else 1] for nccl, found in re.findall(
+            r"^(?:(NCCL_INCLUDE_DIR|NCCL_LIBRARY)|CMAKE_CUDA_COMPILER):\w+=(/\S+)", cache, re.M)]
         # Debian does not have the CUDA toolkit and NCCL. Without them the build omits the CUDA side.
-        outside = [
-            root, build,
-            *(folder for folder in toolkits if folder not in map(pathlib.Path, ("/usr", "/usr/include")))
-        ]
-        seen = set()
+        outside = [root, build, *(f for f in toolkits if str(f) not in ("/usr", "/usr/include"))]
+        users = {}
         for name, user in build_files(build, DEMO_TARGET if self.demo else None):
-            if name in seen:
-                continue
-            seen.add(name)
+            users.setdefault(name, user)
+        for name, user in users.items():
             path = pathlib.Path(name)
             real = path.resolve()
             if not path.is_absolute() or any(folder in (*path.parents, *real.parents) for folder in outside):

@@ -12,6 +12,8 @@ import pathlib
 import re
 import sys
 
+import gate
+
 SUFFIXES = {
     ".h", ".cpp", ".c", ".cu", ".cuh", ".py", ".sh", ".md", ".cmake", ".txt", ".toml", ".in", ".json",
     ".jsonl", ".map", ""
@@ -24,18 +26,6 @@ ELSEWHERE = {"nccl.h", "cuda_runtime.h", "asan_interface_internal.h", "train.py"
              "build/demo/report.png", "cublasLt.h"}
 
 
-def tracked(root):
-    """The names of the tree's files and folders, without build outputs."""
-    out = set()
-    for path in root.rglob("*"):
-        parts = path.relative_to(root).parts
-        built = parts[0].startswith(
-            ("build", "dist")) or any(p in (".git", "__pycache__") or p.endswith(".egg-info") for p in parts)
-        if path.is_file() and not built:
-            out.add("/".join(parts))
-    return out
-
-
 def comment_of(name, line):
     """Returns the part of a line to check: in a doc the whole line, in code the comment."""
     if name.endswith(".md"):
@@ -46,7 +36,7 @@ def comment_of(name, line):
 
 class Tree:
     def __init__(self, root):
-        self.root, self.files = root, tracked(root)
+        self.root, self.files = root, set(gate.files(root, 200))
         self.folders = {"/".join(f.split("/")[:i]) for f in self.files for i in range(1, f.count("/") + 1)}
         self.tails = {f.split("/", i)[-1] for f in self.files for i in range(f.count("/") + 1)}
         tops = sorted({f.split("/")[0] for f in self.files if "/" in f and not f.startswith(".")})
@@ -117,12 +107,7 @@ class Tree:
 
 def main():
     tree = Tree(pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve())
-    if len(tree.files) < 200:
-        print(f"check_paths: only {len(tree.files)} files below {tree.root}: wrong folder?")
-        return 1
-    found = list(tree.problems())
-    print("\n".join(found) or f"{len(tree.files)} files: every path and link leads somewhere")
-    return 1 if found else 0
+    return gate.end(tree.problems(), f"{len(tree.files)} files: every path and link leads somewhere")
 
 
 if __name__ == "__main__":

@@ -4,14 +4,16 @@
     check_size.py ROOT [--print]
 
 sizes.tsv has a row for each folder (lines and files) and for each ratio. A value above its limit fails, and
-so does a value more than 2 % below its limit, so that what was won is kept. --print prints the table with the present values.
-Functions and types are counted by ctags (their definitions).
+so does a value more than 2 % below its limit, so that what was won is kept. --print prints the table with
+the present values. Functions and types are counted by ctags (their definitions).
 """
 import collections
 import pathlib
 import re
 import subprocess
 import sys
+
+import gate
 
 TABLE = pathlib.Path(__file__).with_name("sizes.tsv")
 CXX = (".h", ".cuh", ".cpp", ".cu")
@@ -31,9 +33,8 @@ def definitions(root: pathlib.Path, files: list[str]) -> collections.Counter:
 def measure(root: pathlib.Path) -> dict[str, float]:
     """Returns the values of all rows of the table, by name."""
     folders = (*PRODUCT, "scripts", "tests", "tools")
-    listed = subprocess.check_output(["git", "-C", root, "ls-files", "--", *folders], text=True).splitlines()
-    lines = {f: (root / f).read_text().splitlines() for f in listed
-             if f.endswith((*CXX, ".py")) and (root / f).is_file()}
+    lines = {f: (root / f).read_text().splitlines() for f in gate.files(root)
+             if f.split("/")[0] in folders and f.endswith((*CXX, ".py"))}
     values: dict[str, float] = collections.Counter()
     for file, text in lines.items():
         kind = "C++" if file.endswith(CXX) else "Python"
@@ -73,8 +74,7 @@ def main() -> int:
                          "another folder's limit by as much, raise this one, and say in the commit what went")
         elif value < limit * 0.98 - 1:
             wrong.append(f"{name}: {value:.6g}, limit {limit:.6g}: lower the limit to {value:.6g}")
-    print("\n".join(f"tools/checks/sizes.tsv: {w}" for w in wrong) or f"{len(limits)} limits of sizes hold")
-    return 1 if wrong else 0
+    return gate.end((f"tools/checks/sizes.tsv: {w}" for w in wrong), f"{len(limits)} limits of sizes hold")
 
 
 if __name__ == "__main__":

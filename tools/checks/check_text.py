@@ -16,21 +16,12 @@ import subprocess
 import sys
 import tokenize
 
+import gate
+
 COLUMNS = 110
 C_FAMILY = (".h", ".cpp", ".cu", ".cuh", ".c")
 TEXT = (*C_FAMILY, ".py", ".sh", ".cmake", ".md", ".in")
 CLANG_FORMAT = ("clang-format-14", "clang-format")
-
-
-def tracked(root: pathlib.Path) -> list[str]:
-    """Returns the names of the sources and pages, without those that programs write."""
-    out = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True)
-    names = out.stdout.splitlines() if out.returncode == 0 else [
-        str(p.relative_to(root)) for p in root.rglob("*")
-        if not p.relative_to(root).parts[0].startswith("build")
-    ]
-    return [n for n in names if not n.startswith("docs/results/")
-            and (n.endswith(TEXT) or n.rpartition("/")[2] in ("CMakeLists.txt", "Makefile"))]
 
 
 def in_long_strings(name: str, text: str) -> set[int]:
@@ -91,8 +82,7 @@ def read_words(path: pathlib.Path) -> list[tuple[re.Pattern, str, list[str]]]:
         if not line or line.startswith("#"):
             continue
         cells = line.split("\t")
-        words.append((re.compile(cells[0],
-                                 re.IGNORECASE), cells[1], cells[2].split() if len(cells) > 2 else []))
+        words.append((re.compile(cells[0], re.IGNORECASE), cells[1], "".join(cells[2:]).split()))
     return words
 
 
@@ -119,7 +109,8 @@ def main() -> int:
     parser.add_argument("root", type=pathlib.Path)
     parser.add_argument("--fix", action="store_true")
     options = parser.parse_args()
-    names = tracked(options.root)
+    names = [n for n in gate.files(options.root) if not n.startswith("docs/results/")  # which programs write
+             and (n.endswith(TEXT) or n.rpartition("/")[2] in ("CMakeLists.txt", "Makefile"))]
     words = read_words(pathlib.Path(__file__).parent / "words.txt")
     wrong = unformatted(options.root, names, options.fix)
     for name in names:
@@ -130,9 +121,8 @@ def main() -> int:
                 if (match := phrase.search(line)) and name not in allowed:
                     wrong.append(
                         f'{name}:{number}: "{match.group()}": write "{instead}" (tools/checks/words.txt)')
-    print("\n".join(wrong) or
-          f"{len(names)} files are formatted, within {COLUMNS} columns, and without the phrases of words.txt")
-    return 1 if wrong else 0
+    return gate.end(wrong, f"{len(names)} files are formatted, within {COLUMNS} columns, and without the "
+                    "phrases of words.txt")
 
 
 if __name__ == "__main__":

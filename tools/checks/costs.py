@@ -24,10 +24,8 @@ def cost(test: dict, build: pathlib.Path) -> tuple[float, str]:
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    return (
-        used.ru_utime + used.ru_stime,
-        f"{test['name'].split('  #')[0]}{f'  (exit status {process.returncode})' if status else ''}",
-    )
+    failed = f"  (exit status {process.returncode})" if status else ""
+    return used.ru_utime + used.ru_stime, test["name"].split("  #")[0] + failed
 
 
 def main() -> int:

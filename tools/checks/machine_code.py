@@ -44,9 +44,7 @@ class Instruction:
         return self.bytes == 16
 
     def registers(self, operands: str) -> list[int]:
-        return [
-            int(m.group(1)) + i for m in REGISTER.finditer(operands) for i in range(2 if m.group(2) else 1)
-        ]
+        return [int(m[1]) + i for m in REGISTER.finditer(operands) for i in range(2 if m[2] else 1)]
 
     def written(self) -> list[int]:
         """Returns the registers that a load fills."""
@@ -177,36 +175,20 @@ def vectors_stored_by_words(body: list[Instruction]) -> int:
     return vectors
 
 
-@dataclasses.dataclass
-class HotLoop:
-    loads: int            # loaded bytes per thread and iteration
-    stores: int
-    instructions: int
-    in_flight: int        # bytes per thread
-    wide_loads: int       # accesses of 16 bytes
-    wide_stores: int
-    half_sector: int      # pairs of stores
-    by_words: int         # vectors that are stored word by word
-    calls: int
-    is_loop: bool
+def measure(function: Function) -> dict:
+    """Returns the accesses to local memory ("local"), and the properties of the hot loop ("hot").
 
-
-@dataclasses.dataclass
-class Measured:
-    hot: HotLoop
-    local: int  # accesses to local memory
-
-
-def measure(function: Function) -> Measured:
+    "loads", "stores" and "in_flight" are bytes per thread and iteration, "wide_loads" and "wide_stores"
+    accesses of 16 bytes, "half_sector" pairs of stores, "by_words" vectors that are stored word by word.
+    """
     body, is_loop = hot_loop(function)
-    real = [i for i in body if i.name != "NOP"]
-    hot = HotLoop(loads=moved(body, LOADS), stores=moved(body, ("STG", )), instructions=len(real),
-                  in_flight=bytes_in_flight(body,
-                                            is_loop), wide_loads=sum(i.wide for i in body if i.name in LOADS),
-                  wide_stores=sum(i.wide for i in body if i.name == "STG"),
-                  half_sector=half_sector_stores(body), by_words=vectors_stored_by_words(body),
-                  calls=sum(i.name == "CALL" for i in body), is_loop=is_loop)
-    return Measured(hot, local=sum(i.name in ("LDL", "STL") for i in function.code))
+    hot = {"loads": moved(body, LOADS), "stores": moved(body, ("STG",)),
+           "instructions": sum(i.name != "NOP" for i in body), "in_flight": bytes_in_flight(body, is_loop),
+           "wide_loads": sum(i.wide for i in body if i.name in LOADS),
+           "wide_stores": sum(i.wide for i in body if i.name == "STG"),
+           "half_sector": half_sector_stores(body), "by_words": vectors_stored_by_words(body),
+           "calls": sum(i.name == "CALL" for i in body), "is_loop": is_loop}
+    return {"hot": hot, "local": sum(i.name in ("LDL", "STL") for i in function.code)}
 
 
 def wide_accesses(function: Function) -> str:
@@ -232,9 +214,8 @@ def resources(text: str) -> dict[str, dict[str, dict[str, int]]]:
         elif match := re.match(r"\s*Function (\S+):", line):
             name = match.group(1)
         elif name and "REG:" in line:
-            found.setdefault(architecture,
-                             {})[name] = {k: int(v)
-                                          for k, v in re.findall(r"(\w+):(\d+)", line)}
+            values = re.findall(r"(\w+):(\d+)", line)
+            found.setdefault(architecture, {})[name] = {key: int(value) for key, value in values}
             name = ""
     return found
 
@@ -274,6 +255,6 @@ def examine(path: pathlib.Path, cache: pathlib.Path) -> list[dict]:
     full = demangle([function.name for function in found])
     result = [{"full": full[f.name], "architecture": f.architecture, **used[f.architecture][f.name],
                "threads": limits.get((f.architecture, f.name), 1024), "wide": wide_accesses(f),
-               **dataclasses.asdict(measure(f))} for f in found]
+               **measure(f)} for f in found]
     kept.write_text(json.dumps({"stamp": stamp, "functions": result}))
     return result
