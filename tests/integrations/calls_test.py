@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 import gradwire
+import gradwire.fsdp
 import gradwire.torch
 import laws
 from gradwire._buckets import Bucket, Layout
@@ -96,8 +97,9 @@ class Failures(unittest.TestCase):
             (lambda: gradwire.allreduce_(torch.zeros(4)), ValueError, "init_process_group"),
             (lambda: gradwire.allreduce_(full(4, 0), comm=comm), gradwire.BadHandle, "")]
         if torch.__version__ < (2, 9):
-            cases.append((gradwire.torch.register_backend, gradwire.Unsupported,
-                          rf"(?s)(?=.*2\.9).*{re.escape(torch.__version__)}"))
+            old = rf"(?s)(?=.*2\.9).*{re.escape(torch.__version__)}"
+            cases += [(gradwire.torch.register_backend, gradwire.Unsupported, old),
+                      (lambda: gradwire.fsdp.compress(torch.nn.Linear(2, 2)), gradwire.Unsupported, old)]
         for call, error, text in cases:
             with self.assertRaisesRegex(error, text):
                 call()

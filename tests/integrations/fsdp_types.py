@@ -1,19 +1,18 @@
-"""Tests every type of parameter and gradient under compress(): averaged, or the same as FSDP2 alone."""
+"""A scenario of every type of parameter under compress(): gradients are averaged, or the same as FSDP2's."""
 from __future__ import annotations
 
 import warnings
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Union
+from typing import Any, Callable, Dict, List, Tuple, Union
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from fsdp_training import replicas_of, whole
 from gradwire.fsdp import compress
-
-from fsdp_training import whole
-from rank import RANK, WORLD, check, say
+from rank import RANK, WORLD, check
+from scenarios import scenario
 
 ROWS, COLUMNS = 24, 50  # not dense by default
 
@@ -21,14 +20,15 @@ ROWS, COLUMNS = 24, 50  # not dense by default
 class Sum(nn.Module):
     """A module whose gradients differ between ranks. Complex gradients have both parts."""
 
-    def __init__(self, dtype: torch.dtype, frozen: Optional[torch.Tensor] = None) -> None:
+    def __init__(self, dtype: torch.dtype, frozen: "torch.dtype | None" = None) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         wide = torch.complex128 if dtype.is_complex else torch.float64
         self.weight = nn.Parameter(torch.randn(ROWS, COLUMNS, dtype=wide, generator=generator).to(dtype))
         self.single = nn.Parameter(torch.full((1,), 2.0, dtype=dtype))
         if frozen is not None:
-            self.frozen = nn.Parameter(frozen, requires_grad=False)
+            numbers = torch.arange(ROWS * COLUMNS).remainder(7).view(ROWS, COLUMNS)
+            self.frozen = nn.Parameter(numbers.to(frozen), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         factor = torch.complex(x, 2 * x + 1) if self.weight.is_complex() else x
@@ -39,26 +39,6 @@ class Sum(nn.Module):
         if hasattr(self, "frozen") and not self.frozen.is_complex():
             loss = loss + self.frozen.float().sum()
         return loss
-
-
-class Case(NamedTuple):
-    make: Callable[[], nn.Module]
-    gradients: str  # "averaged" in FP32 or the wire format, or "as FSDP2"
-    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
-    limit: float = 1e-6  # largest difference of fp32 gradients from FSDP2's gradients
-
-
-def _of(dtype: torch.dtype, limit: float = 1e-6) -> Case:
-    return Case(lambda: Sum(dtype), "as FSDP2" if dtype.is_complex else "averaged", limit=limit)
-
-
-def _frozen(dtype: torch.dtype) -> Case:
-    numbers = torch.arange(ROWS * COLUMNS).remainder(7).view(ROWS, COLUMNS)
-    return Case(lambda: Sum(torch.float32, numbers.to(dtype)), "averaged")
-
-
-def _mixed(**types: torch.dtype) -> Case:
-    return Case(lambda: Sum(torch.float32), "averaged", MixedPrecisionPolicy(**types), limit=2e-3)
 
 
 class Odd(nn.Module):
@@ -83,38 +63,38 @@ class Rows(nn.Module):
         return self.embedding(torch.arange(4)).square().sum()
 
 
+# The module's arguments, the policy's types, and the largest difference of fp32 gradients from FSDP2's.
+Case = Tuple[Tuple[torch.dtype, ...], Dict[str, torch.dtype], float]
+HALF = torch.float16
 CASES: Dict[str, Case] = {
-    "float32": _of(torch.float32), "float64": _of(torch.float64), "bfloat16": _of(torch.bfloat16, 1e-2),
-    "float16": _of(torch.float16, 2e-3), "complex64": _of(torch.complex64),
-    "complex128": _of(torch.complex128),
-    "param_dtype=bfloat16": _mixed(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "param_dtype=float16": _mixed(param_dtype=torch.float16),
-    "reduce_dtype=float64": _mixed(reduce_dtype=torch.float64),
-    "param_dtype=float64": _mixed(param_dtype=torch.float64),
-    **{str(dtype).replace("torch.", "frozen "): _frozen(dtype) for dtype in (
+    **{str(dtype): ((dtype,), {}, limit) for dtype, limit in (
+        (torch.float32, 1e-6), (torch.float64, 1e-6), (torch.bfloat16, 1e-2), (HALF, 2e-3),
+        (torch.complex64, 1e-6), (torch.complex128, 1e-6))},
+    **{f"{types}": ((torch.float32,), types, 2e-3) for types in (
+        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, {"param_dtype": HALF},
+        {"reduce_dtype": torch.float64}, {"param_dtype": torch.float64})},
+    **{f"frozen {dtype}": ((torch.float32, dtype), {}, 1e-6) for dtype in (
         torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool, torch.float64, torch.bfloat16,
         torch.complex64, torch.float8_e4m3fn)}}
-REFUSED: Dict[str, Callable[[], nn.Module]] = {
-    "0-dim": lambda: Odd(torch.tensor(1.0)), "empty": lambda: Odd(torch.ones(0, 5)),
-    "transposed": lambda: Odd(torch.ones(32, 64).t()),
-    "channels_last": lambda: Odd(torch.ones(8, 4, 3, 3).to(memory_format=torch.channels_last)),
-    "expanded": lambda: Odd(torch.ones(1, 64).expand(8, 64)), "sparse": lambda: Odd(torch.eye(8).to_sparse()),
-    "nested": lambda: Odd(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
-    "nested, jagged": lambda: Odd(
-        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)),
-    "quantized": lambda: Odd(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)),
-    "strided": lambda: Odd(torch.ones(64, 64)[::2, ::2]), "sparse gradients": Rows
-}
+REFUSED: Dict[str, Callable[[], Any]] = {
+    "0-dim": lambda: torch.tensor(1.0), "empty": lambda: torch.ones(0, 5),
+    "transposed": lambda: torch.ones(32, 64).t(),
+    "channels_last": lambda: torch.ones(8, 4, 3, 3).to(memory_format=torch.channels_last),
+    "expanded": lambda: torch.ones(1, 64).expand(8, 64), "sparse": lambda: torch.eye(8).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+    "strided": lambda: torch.ones(64, 64)[::2, ::2], "sparse gradients": lambda: None}
 
 
-def _gradients(make: Callable[[], nn.Module], arguments: Any,
-               **options: Any) -> Union[Dict[str, torch.Tensor], str]:
-    """Returns the gradients of one backward, or the exception that it raised."""
+def gradients(make: Callable[[], nn.Module], formats: Tuple[str, ...],
+              **options: Any) -> Union[Dict[str, torch.Tensor], str]:
+    """Returns the gradients of one backward, or the error that it raised."""
     handle = None
     try:
         model = make()
         fully_shard(model, **options)
-        handle = compress(model, *arguments, timeout_s=60) if arguments else None
+        handle = compress(model, *formats, timeout_s=60) if formats else None
         model(torch.tensor(1.0 + RANK)).backward()
         return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
@@ -124,37 +104,34 @@ def _gradients(make: Callable[[], nn.Module], arguments: Any,
             handle.close()
 
 
-def _off(gradients: Dict[str, torch.Tensor], exact: Dict[str, torch.Tensor]) -> float:
-    check(gradients.keys() == exact.keys(), f"gradients of {gradients.keys()}, not {exact.keys()}")
-    check(all(g.dtype == exact[n].dtype for n, g in gradients.items()), "gradients of another type")
-    return max(float((g - exact[n]).abs().max()) / float(exact[n].abs().max()) for n, g in gradients.items())
+def off(what: str, found: Any, exact: Any) -> float:
+    check(all(isinstance(each, dict) and len(each) == 2 for each in (found, exact)), f"{what}: {found}")
+    check(found.keys() == exact.keys() and all(g.dtype == exact[n].dtype for n, g in found.items()),
+          f"{what}: gradients of other parameters or types")
+    return max(float((g - exact[n]).abs().max()) / float(exact[n].abs().max()) for n, g in found.items())
 
 
+@scenario()
 def every_type_of_parameter() -> None:
-    meshes: List[Dict[str, Any]] = [{}]
-    if WORLD == 4:
-        meshes.append({"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))})
+    meshes: List[Dict[str, Any]] = [{}, {"mesh": replicas_of(2)}] if WORLD == 4 else [{}]
     for options in meshes:
-        for name, case in CASES.items():
+        for name, (arguments, types, limit) in CASES.items():
+            is_complex = arguments[0].is_complex
             with warnings.catch_warnings():
                 # PyTorch warns if an imaginary part is discarded.
-                warnings.simplefilter("error" if "complex" in name else "ignore")
-                exact, plain, rounded = (_gradients(case.make, arguments, mp_policy=case.policy, **options)
-                                         for arguments in (None, ("fp32", "fp32"), ("int8", "fp32")))
+                warnings.simplefilter("error" if is_complex else "ignore")
+                exact, plain, rounded = (gradients(lambda: Sum(*arguments), formats, **options,
+                                                   mp_policy=MixedPrecisionPolicy(**types))
+                                         for formats in ((), ("fp32", "fp32"), ("int8", "fp32")))
             what = f"{name}, {'HSDP' if options else 'one mesh'}"
-            for outcome in (exact, plain, rounded):
-                check(isinstance(outcome, dict) and len(outcome) == 2, f"{what}: {outcome}")
-            off, lossy = _off(plain, exact), _off(rounded, exact)
-            exactly = case.gradients == "as FSDP2" and not options
-            check(off <= (0 if exactly else case.limit), f"{what}: {off:.1e} off")
-            compressed = lossy > off
-            check(lossy <= 0.05 and compressed == (case.gradients == "averaged"),
-                  f"{what} in int8: {lossy:.1e} off")
-            say(f"{what}: {case.gradients}, {off:.1e} from FSDP2's own in fp32, {lossy:.1e} in int8")
-    for name, make in REFUSED.items():
+            error, lossy = off(what, plain, exact), off(what, rounded, exact)
+            check(error <= (0 if is_complex and not options else limit), f"{what}: {error:.1e} off")
+            # Complex gradients are as FSDP2's; all others are compressed.
+            check(lossy <= 0.05 and (lossy > error) != is_complex, f"{what} in int8: {lossy:.1e} off")
+    for name, parameter in REFUSED.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            plain, ours = _gradients(make, None), _gradients(make, ("int8", "bf16"))
+            plain, ours = (gradients(lambda: Odd(parameter()) if parameter() is not None else Rows(), formats)
+                           for formats in ((), ("int8", "bf16")))
         check(isinstance(plain, str) and ours == plain, f"{name}: {ours}, FSDP2: {plain}")
-        say(f"{name}: refused by FSDP2: {plain.splitlines()[0][:90]}")
     dist.barrier()

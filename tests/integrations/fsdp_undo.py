@@ -1,55 +1,25 @@
-"""Tests that close() undoes compress(): PyTorch's collectives are restored, and compress() works again."""
+"""Scenarios of close(), which undoes compress(), of compressing again, and of a compress() that fails."""
 from __future__ import annotations
 
-import copy
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire
+from fsdp_training import PLAIN, Run, difference, replicas_of, shard_blocks
 from gradwire.fsdp import Compression, compress
-
-from fsdp_training import Run, difference, loss_of, new_model
-from rank import WORLD, check, refused, say
+from rank import WORLD, check, refused
+from scenarios import scenario
 
 ATTRIBUTES = ("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook", "mesh_info",
               "_prepare_reduce_scatter_inputs")
 
 
-class Model:
-    """A model sharded in one of several ways, and its optimizer."""
-
-    def __init__(self, shard: Callable[[nn.Module], None]) -> None:
-        self.model = new_model()
-        shard(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
-
-    def train(self, steps: range) -> None:
-        for step in steps:
-            self.optimizer.zero_grad()
-            loss_of(self.model, step, self.model.words).backward()
-            self.optimizer.step()
-
-    def take(self, other: "Model") -> None:
-        self.model.load_state_dict({name: value.clone() for name, value in other.model.state_dict().items()})
-        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
-
-    parameters = Run.parameters
-
-
-def plain(model: nn.Module, **options: Any) -> None:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-
-
 def list_of_modules(model: nn.Module) -> None:
     fully_shard([model.norm, model.head])
-    plain(model)
+    shard_blocks(model)
 
 
 def several_lists(model: nn.Module) -> None:
@@ -60,7 +30,7 @@ def several_lists(model: nn.Module) -> None:
 
 def tied(model: nn.Module) -> None:
     model.head.weight = model.embedding.weight
-    plain(model)
+    shard_blocks(model)
 
 
 def two_names(model: nn.Module) -> None:
@@ -70,101 +40,79 @@ def two_names(model: nn.Module) -> None:
     fully_shard(model)
 
 
-def _mesh() -> Any:
-    return init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicas", "shards"))
-
-
 def hybrid(model: nn.Module) -> None:
-    plain(model, mesh=_mesh())
-
-
-def hybrid_list(model: nn.Module) -> None:
-    mesh = _mesh()
+    mesh = replicas_of(2)
     fully_shard([model.norm, model.head], mesh=mesh)
-    plain(model, mesh=mesh)
+    shard_blocks(model, mesh=mesh)
 
 
 def hybrid_shared(model: nn.Module) -> None:
     """Shards blocks and model with one shared FSDP description of the mesh."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
     from torch.distributed.tensor import Shard
-    mesh = _mesh()
+    mesh = replicas_of(2)
     shared = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    plain(model, mesh=mesh, shard_placement_fn=lambda _: ShardPlacementResult(Shard(0), shared))
+    shard_blocks(model, mesh=mesh, shard_placement_fn=lambda _: ShardPlacementResult(Shard(0), shared))
 
 
-def _groups(model: nn.Module) -> List[Any]:
-    found: Dict[int, Any] = {}
-    for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            found.update({id(g): g for g in module._get_fsdp_state()._fsdp_param_groups if g.fsdp_params})
-    return list(found.values())
-
-
-def _internals(model: nn.Module) -> List[Tuple[Any, ...]]:
+def internals(model: nn.Module) -> List[Tuple[Any, ...]]:
     """Returns the parts of FSDP that compress() changes, and the process groups of the meshes."""
+    groups: Dict[int, Any] = {id(g): g for module in model.modules() if hasattr(module, "_get_fsdp_state")
+                              for g in module._get_fsdp_state()._fsdp_param_groups if g.fsdp_params}
     return [tuple(getattr(group, name) for name in ATTRIBUTES) + tuple(vars(group.mesh_info).values())
-            for group in _groups(model)]
+            for group in groups.values()]
 
 
-def _same(a: List[Tuple[Any, ...]], b: List[Tuple[Any, ...]]) -> bool:
+def same(a: List[Tuple[Any, ...]], b: List[Tuple[Any, ...]]) -> bool:
     return all(x is y for group, other in zip(a, b) for x, y in zip(group, other)) and len(a) == len(b)
 
 
+@scenario()
 def closing_and_compressing_again() -> None:
-    kinds = [plain, list_of_modules, several_lists, tied, two_names]
-    if WORLD == 4:
-        kinds += [hybrid, hybrid_list, hybrid_shared]
-    for shard in kinds:
-        name = shard.__name__
-        native, ours = Model(shard), Model(shard)
-        untouched, made = _internals(ours.model), len(dist.distributed_c10d._world.pg_map)
+    for shard in (shard_blocks, list_of_modules, several_lists, tied, two_names, hybrid, hybrid_shared):
+        name, native, ours = shard.__name__, Run(shard=shard), Run(shard=shard)
+        untouched, made = internals(ours.model), len(dist.distributed_c10d._world.pg_map)
         for turn in range(2):
             handle = compress(ours.model, "int4", "int8", timeout_s=60)
-            found = len(handle._groups)
-            check(found == len(untouched), f"{name}: {found} groups, not {len(untouched)}")
-            ours.train(range(2))
+            check(len(handle._groups) == len(untouched), f"{name}: {len(handle._groups)} groups")
+            ours.steps(0, 2)
             check(handle.residual_bytes > 0, f"{name}: nothing was compressed")
             handle.close()
             handle.close()
-            check(_same(_internals(ours.model), untouched), f"{name}: close() left {_internals(ours.model)}")
+            check(same(internals(ours.model), untouched), f"{name}: close() left {internals(ours.model)}")
             check(len(dist.distributed_c10d._world.pg_map) == made, f"{name}: close() left a process group")
             ours.take(native)
-            for trained in (native, ours):
-                trained.train(range(2 * turn, 2 * turn + 2))
-            same = difference(native.parameters(), ours.parameters()) == 0.0
-            check(same, f"{name}: training after close() differs")
-        handle = compress(ours.model, "fp32", "fp32", timeout_s=60)
-        for trained in (native, ours):
-            trained.train(range(4, 6))
-        worst = difference(native.parameters(), ours.parameters())
-        check(worst <= 1e-6, f"{name}: compressed again in fp32, parameters differ by {worst:.1e}")
+            weights = [run.steps(2 * turn, 2 * turn + 2) for run in (native, ours)]
+            check(difference(*weights) == 0.0, f"{name}: training after close() differs")
+        handle = compress(ours.model, **PLAIN, timeout_s=60)
+        weights = [run.steps(4, 6) for run in (native, ours)]
+        check(difference(*weights) <= 1e-6, f"{name}: compressed again in fp32, parameters differ")
         handle.close()
-        say(f"{name}: after close() bit for bit as without compress(); compressed again within {worst:.1e}")
 
 
+@scenario()
 def closing_keeps_later_changes() -> None:
     """Checks that close() keeps attributes that the caller set after compress()."""
-    ours = Model(hybrid if WORLD == 4 else plain)
-    handle = compress(ours.model, "int8", "bf16", timeout_s=60)
-    kept, calls = ours.model._get_fsdp_state()._fsdp_param_groups[0], []
+    ours = Run({"gradients": "int8"}, shard=hybrid if WORLD == 4 else shard_blocks)
+    kept, calls = ours.model._get_fsdp_state()._fsdp_param_groups[0], []  # type: ignore[var-annotated]
     kept._all_reduce_hook = calls.append
     if hasattr(ours.model, "set_separate_reduce_scatter_group"):
         ours.model.set_separate_reduce_scatter_group(True)
     separate = getattr(kept.mesh_info, "reduce_scatter_process_group", None)
-    handle.close()
+    ours.close()
     check(kept._all_reduce_hook == calls.append, "close() removed a hook that the caller had set")
     now = getattr(kept.mesh_info, "reduce_scatter_process_group", None)
     check(now is separate, "close() reset the process group")
     kept._all_reduce_hook = None
-    ours.train(range(1))
-    for call in (handle.state_dict, lambda: handle.load_state_dict({"version": 1})):
+    ours.step(0)
+    for call in (ours.handle.state_dict, lambda: ours.handle.load_state_dict({"version": 1})):
         refused(call, gradwire.BadHandle, "compress() again")
 
 
+@scenario()
 def a_failed_compress_changes_nothing() -> None:
-    ours = Model(hybrid_list if WORLD == 4 else list_of_modules)
-    untouched, install, calls = _internals(ours.model), Compression._install, []
+    ours = Run(shard=hybrid if WORLD == 4 else list_of_modules)
+    untouched, install, calls = internals(ours.model), Compression._install, []  # type: ignore[var-annotated]
 
     def fails(self: Compression, group: Any) -> None:
         if len(calls) == 2:
@@ -174,12 +122,9 @@ def a_failed_compress_changes_nothing() -> None:
 
     Compression._install = fails  # type: ignore[method-assign]
     try:
-        compress(ours.model, "int8", "bf16", timeout_s=60)
-        check(False, "the injected failure was swallowed")
-    except gradwire.CommFailed:
-        pass
+        refused(lambda: compress(ours.model, "int8", "bf16", timeout_s=60), gradwire.CommFailed, "injected")
     finally:
         Compression._install = install  # type: ignore[method-assign]
-    check(len(calls) == 2 and _same(_internals(ours.model), untouched), "a failed compress() left changes")
+    check(len(calls) == 2 and same(internals(ours.model), untouched), "a failed compress() left changes")
     refused(lambda: compress(ours.model.norm), gradwire.BadArgument, "fully_shard([...])", "Linear")
-    ours.train(range(1))
+    ours.step(0)

@@ -66,11 +66,9 @@ def main() -> int:
     world, kind = int(sys.argv[1]), sys.argv[2]
     if "RANK" in os.environ:
         return run_rank(world)
-    same_gpu = {
-        "JAX_PLATFORMS": kind, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NET": "Socket",
-        "NCCL_SOCKET_IFNAME": "=lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"
-    }
+    same_gpu = {"JAX_PLATFORMS": kind, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NET": "Socket",
+                "NCCL_SOCKET_IFNAME": "=lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1",
+                "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
     codes = launch.run_ranks(pathlib.Path(__file__), world, [str(world), kind], 150, same_gpu,
                              lambda rank: ["env", f"NCCL_HOSTID={os.getpid()}-{rank}"])
     print("PASSED" if not any(codes) else f"FAILED: ranks ended with {codes}")

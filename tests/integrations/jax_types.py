@@ -1,4 +1,4 @@
-"""Adds scenarios to jax_ranks.py: the types and layouts of docs/for-jax.md, loss scales and the profiler."""
+"""Scenarios of gradwire.jax: the types and layouts of docs/for-jax.md, loss scales and the profiler."""
 from __future__ import annotations
 
 import glob
@@ -14,14 +14,10 @@ import optax
 from jax.experimental import sparse
 
 import gradwire.jax
-from jax_world import RANK, WORLD, refused
-
-SCENARIOS: Dict[str, Callable[[], None]] = {}
-
-
-def scenario(function: Callable[[], None]) -> Callable[[], None]:
-    SCENARIOS[function.__name__] = function
-    return function
+import laws
+from jax_ranks import everyones, refused
+from rank import RANK, WORLD
+from scenarios import scenario
 
 
 def values(rank: int, *shape: int) -> np.ndarray:
@@ -29,112 +25,96 @@ def values(rank: int, *shape: int) -> np.ndarray:
     return (np.arange(np.prod(shape)).reshape(shape) % 8 + 4 * rank).astype(np.float32)
 
 
-def averaged() -> Dict[str, Tuple[Callable[[int], Any], str]]:
-    """Returns supported inputs by name: a function of the rank, and the type of the mean."""
-    cases: Dict[str, Tuple[Callable[[int], Any], str]] = {}
+# Supported inputs: a function of the rank, and the type of the mean.
+TAKEN: Dict[str, Tuple[Callable[[int], Any], str]] = {
+    "numpy float32": (lambda rank: values(rank, 40, 60), "float32"),
+    "numpy float16": (lambda rank: values(rank, 40, 60).astype(np.float16), "float16"),
+    "numpy float64": (lambda rank: values(rank, 40, 60).astype(np.float64), "float32"),
+    "numpy, Fortran order": (lambda rank: np.asfortranarray(values(rank, 40, 60)), "float32"),
+    "numpy, strided": (lambda rank: values(rank, 80, 120)[::2, ::-2], "float32"),
+    "numpy, read-only": (lambda rank: np.broadcast_to(values(rank, 60), (40, 60)), "float32"),
+    "a Python float": (lambda rank: float(4 * rank), "float32")}
+SHAPED: Dict[str, Callable[[int], Any]] = {
+    "": lambda rank: values(rank, 40, 60), "0-dim": lambda rank: float(4 * rank),
+    "empty": lambda rank: np.zeros((0, 3)), "large": lambda rank: values(rank, 70_000)}
+
+
+def taken() -> Dict[str, Tuple[Callable[[int], Any], str]]:
+    cases = dict(TAKEN)
     for dtype in ("float32", "bfloat16", "float16"):
-        cases[dtype] = (lambda rank, dtype=dtype: jnp.asarray(values(rank, 40, 60), dtype)), dtype
-        cases[f"{dtype}, 0-dim"] = (lambda rank, dtype=dtype: jnp.asarray(float(4 * rank), dtype)), dtype
-        cases[f"{dtype}, empty"] = (lambda rank, dtype=dtype: jnp.zeros((0, 3), dtype)), dtype
-        cases[f"{dtype}, large"] = (lambda rank, dtype=dtype: jnp.asarray(values(rank, 70_000), dtype)), dtype
-        cases[f"{dtype}, transposed"] = (
-            lambda rank, dtype=dtype: jnp.asarray(values(rank, 60, 40), dtype).T), dtype
-        cases[f"{dtype}, expanded"] = (lambda rank, dtype=dtype: jnp.broadcast_to(
-            jnp.asarray(values(rank, 60), dtype), (40, 60))), dtype
-    return {**cases,
-            "numpy float32": (lambda rank: values(rank, 40, 60), "float32"),
-            "numpy float16": (lambda rank: values(rank, 40, 60).astype(np.float16), "float16"),
-            "numpy float64": (lambda rank: values(rank, 40, 60).astype(np.float64), "float32"),
-            "numpy, Fortran order": (lambda rank: np.asfortranarray(values(rank, 40, 60)), "float32"),
-            "numpy, strided": (lambda rank: values(rank, 80, 120)[::2, ::-2], "float32"),
-            "numpy, read-only": (lambda rank: np.broadcast_to(values(rank, 60), (40, 60)), "float32"),
-            "a Python float": (lambda rank: float(4 * rank), "float32")}
+        for name, make in SHAPED.items():
+            cases[f"{dtype}, {name}"] = (lambda rank, m=make, d=dtype: jnp.asarray(m(rank), d)), dtype
+        cases[f"{dtype}, transposed"] = (lambda rank, d=dtype: jnp.asarray(values(rank, 60, 40), d).T), dtype
+        cases[f"{dtype}, expanded"] = (lambda rank, d=dtype: jnp.broadcast_to(
+            jnp.asarray(values(rank, 60), d), (40, 60))), dtype
+    return cases
 
 
 def refusals() -> Dict[str, Tuple[Any, str]]:
     """Returns rejected inputs, and the text that the error must contain."""
-    cases: Dict[str, Tuple[Any, str]] = {
-        dtype: (jnp.zeros((3, 4), dtype), dtype)
-        for dtype in ("int8", "int16", "int32", "uint8", "uint16", "uint32", "int4", "bool", "complex64",
-                      "float8_e4m3fn", "float8_e5m2")
-    }
+    narrow = ("int8", "int16", "int32", "uint8", "uint16", "uint32", "int4", "bool", "complex64",
+              "float8_e4m3fn", "float8_e5m2")
+    cases: Dict[str, Tuple[Any, str]] = {dtype: (jnp.zeros((3, 4), dtype), dtype) for dtype in narrow}
     with jax.enable_x64(True):
         for dtype in ("float64", "int64", "complex128"):
-            cases[dtype] = (jnp.zeros((3, 4), dtype), dtype)
+            cases[dtype] = jnp.zeros((3, 4), dtype), dtype
     tangent = jax.grad(lambda x: x.astype(jnp.float32).sum(), allow_int=True)(jnp.arange(3))
     return {**cases, "a Python int": (3, "int32"), "a random key": (jax.random.key(0), "key<fry>"),
             "the tangent of integers": (tangent, "float0"),
             "sparse": (sparse.BCOO.fromdense(jnp.eye(4)), "int32")}
 
 
-@scenario
+@scenario()
 def every_type_and_layout_is_averaged_or_refused_by_name() -> None:
-    transformations = {
-        spec: gradwire.jax.compress(spec)
-        for spec in ("fp32", "bf16", "powersgd:rank=2", "randk:ratio=0.5")
-    }
-    for name, (make, dtype) in averaged().items():
-        tree, own = {"array": make(RANK), "none": None}, make(RANK)
-        tree["tied"] = tree["array"]
+    transformations = {spec: gradwire.jax.compress(spec)
+                       for spec in ("fp32", "bf16", "powersgd:rank=2", "randk:ratio=0.5")}
+    for name, (make, dtype) in taken().items():
+        own = make(RANK)
+        tree = {"array": own, "none": None, "tied": own, "list": [jnp.float32(RANK), jnp.zeros((0, 3))]}
         mean = np.mean([np.asarray(make(rank), np.float64) for rank in range(WORLD)], 0)
         for how in (gradwire.jax.pmean, jax.jit(gradwire.jax.pmean),
                     jax.jit(gradwire.jax.pmean, donate_argnums=0)):
-            if how is not gradwire.jax.pmean:
-                tree = jax.tree.map(jnp.array, tree)
-            out = how(tree)
-            assert out["none"] is None, name
+            out = how(tree if how is gradwire.jax.pmean else jax.tree.map(jnp.array, tree))
+            assert out["none"] is None and float(out["list"][0]) == (WORLD - 1) / 2, name
             for got in (out["array"], out["tied"]):
                 assert (str(got.dtype), got.shape) == (dtype, np.shape(own)), (name, got.dtype, got.shape)
                 np.testing.assert_array_equal(np.asarray(got, np.float64), mean, err_msg=name)
         np.testing.assert_array_equal(np.asarray(gradwire.jax.psum(own), np.float64), mean * WORLD,
                                       err_msg=name)
         for spec, transformation in transformations.items():
-            state = transformation.init({"array": own})
-            update = jax.jit(transformation.update)
-            given = {"array": jnp.asarray(own)}
-            if spec.startswith(("powersgd", "randk")) and np.size(own):
+            what, update = f"{name}, {spec}", jax.jit(transformation.update)
+            given, state = {"array": jnp.asarray(own)}, transformation.init({"array": own})
+            if "=" in spec and np.size(own):
                 text = update.lower(given, state).as_text()
-                assert spec in text and ("wire=bf16" in text) == (dtype == "bfloat16"), (name, spec)
+                assert spec in text and ("wire=bf16" in text) == (dtype == "bfloat16"), what
             got, state = update(given, state)
-            assert (str(got["array"].dtype), got["array"].shape) == (dtype, np.shape(own)), (name, spec)
-            if spec in ("fp32", "bf16"):
-                np.testing.assert_array_equal(np.asarray(got["array"], np.float64), mean,
-                                              err_msg=f"{name}, {spec}")
-            elif np.size(own):
-                kept = np.asarray(state.residual["array"], np.float64)
-                everyones = np.asarray(gradwire.jax.psum(jnp.asarray(kept.ravel(), jnp.float32)), np.float64)
-                both = np.asarray(got["array"], np.float64).ravel() * WORLD + (everyones
-                                                                               if everyones.size else 0)
-                tolerance = 1e-5 if dtype == "float32" else 0.02
-                np.testing.assert_allclose(both,
-                                           mean.ravel() * WORLD,
-                                           atol=tolerance * WORLD * (np.abs(mean).max() + 1),
-                                           err_msg=f"{name}, {spec}")
-    small = jnp.asarray(values(RANK, 3, 5), jnp.bfloat16)
-    int8 = gradwire.jax.compress("int8")
+            assert (str(got["array"].dtype), got["array"].shape) == (dtype, np.shape(own)), what
+            if "=" not in spec:
+                np.testing.assert_array_equal(np.asarray(got["array"], np.float64), mean, err_msg=what)
+                continue
+            kept = np.zeros(np.shape(own)) + (np.float64(state.residual["array"]).reshape(np.shape(own))
+                                              if state.residual["array"].size else 0)
+            laws.nothing_is_lost(what, {"array": own}, {"array": 0 * kept}, {"array": got["array"]},
+                                 {"array": kept}, 1e-5 if dtype == "float32" else 0.02, everyones=everyones)
+    small, int8 = jnp.asarray(values(RANK, 3, 5), jnp.bfloat16), gradwire.jax.compress("int8")
     assert "\\22spec\\22: \\22bf16\\22" in jax.jit(int8.update).lower(small, int8.init(small)).as_text()
-    np.testing.assert_allclose(
-        np.asarray(int8.update(small, int8.init(small))[0], np.float64),
-        np.mean(
-            [np.asarray(jnp.asarray(values(rank, 3, 5), jnp.bfloat16), np.float64) for rank in range(WORLD)],
-            0), rtol=0.02)
+    mean = np.mean([values(rank, 3, 5) for rank in range(WORLD)], 0)
+    np.testing.assert_allclose(np.float32(int8.update(small, int8.init(small))[0]), mean, rtol=0.02)
+    zeros = jnp.zeros(3, jnp.float32)
     for name, (array, words) in refusals().items():
         with jax.enable_x64("64" in name or "128" in name):
-            for call in (lambda: gradwire.jax.pmean({"w": array}), lambda: gradwire.jax.psum({"w": array})):
-                refused(TypeError, words, call)
+            for call in (gradwire.jax.pmean, gradwire.jax.psum):
+                refused(TypeError, words, lambda: call({"w": array}))
             for transformation in transformations.values():
                 refused(TypeError, "['w']", lambda: transformation.init({"w": array}))
-                refused(
-                    TypeError, words, lambda: transformation.update(
-                        {"w": array},
-                        transformation.init(jax.tree.map(lambda _: jnp.zeros(3, jnp.float32), {"w": array}))))
+                fits = transformation.init(jax.tree.map(lambda _: zeros, {"w": array}))
+                refused(TypeError, words, lambda: transformation.update({"w": array}, fits))
 
 
-@scenario
+@scenario(2)
 def the_profiler_shows_what_travels() -> None:
     transformation = gradwire.jax.compress("int8", dense=False, name="step")
-    gradient = jnp.ones((256, 256))
-    step = jax.jit(transformation.update)
+    gradient, step = jnp.ones((256, 256)), jax.jit(transformation.update)
     _, state = step(gradient, transformation.init(gradient))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -144,25 +124,20 @@ def the_profiler_shows_what_travels() -> None:
         path, = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)
         with gzip.open(path) as file:
             events = json.load(file)["traceEvents"]
-    ranges = {
-        event["name"]: event["args"]
-        for event in events if event.get("name", "").startswith("gradwire ")
-    }
-    found = sorted(
-        (name.partition(", tree")[0], args["spec"], int(args["bytes"])) for name, args in ranges.items())
+    ranges = {event["name"]: event["args"] for event in events
+              if event.get("name", "").startswith("gradwire ")}
+    found = sorted((name.partition(", tree")[0], args["spec"], int(args["bytes"]))
+                   for name, args in ranges.items())
     assert found == [("gradwire bf16: pmean at mean", "bf16", 10),
                      ("gradwire bf16: pmean at mean", "bf16", 40),
                      ("gradwire int8: compress at step", "int8", 4 * 256 * 256)], ranges
 
 
-# ---- Loss scales
-# -------------------------------------------------------------------------------------------------
-
 SIZE = (48, 64)
 
 
-def scaled_steps(spec: str, rescales: bool, restores: bool) -> float:
-    """Returns the error of the sum of averages, relative to one gradient.
+def scaled_steps(spec: str, rescales: bool) -> float:
+    """Returns the error of the sum of averages and residuals, relative to one gradient.
 
     The loss scale changes, and two steps overflow on one rank.
     """
@@ -172,14 +147,11 @@ def scaled_steps(spec: str, rescales: bool, restores: bool) -> float:
     def step(gradient: Any, state: Any, scale: Any) -> Any:
         averaged, after = transformation.update((gradient * scale).astype(jnp.float32), state)
         finite = jnp.isfinite(averaged).all()
-        if restores:
-            after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
+        after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
         return averaged / scale, after, finite
 
-    rng = np.random.default_rng(1)
-    gradients = rng.standard_normal((WORLD, *SIZE)).astype(np.float32)
-    state, scale = transformation.init(jnp.zeros(SIZE)), 65536.0
-    total, steps = np.zeros(SIZE), 0
+    gradients = np.random.default_rng(1).standard_normal((WORLD, *SIZE)).astype(np.float32)
+    state, scale, total = transformation.init(jnp.zeros(SIZE)), 65536.0, np.zeros(SIZE)
     for number in range(40):
         own = np.array(gradients[RANK])
         if number in (15, 16) and RANK == WORLD - 1:
@@ -188,35 +160,24 @@ def scaled_steps(spec: str, rescales: bool, restores: bool) -> float:
         assert bool(finite) == (number not in (15, 16)), number
         if finite:
             total += np.asarray(averaged, np.float64)
-            steps += 1
         else:
-            scale, before = scale / 16, scale
-            if rescales:
-                state = gradwire.jax.rescale(state, scale / before)
+            scale /= 16
+            state = gradwire.jax.rescale(state, 1 / 16) if rescales else state
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state)), spec
-    # The sum of inputs equals the sum of results plus residuals.
-    kept = np.asarray(gradwire.jax.pmean(state.residual), np.float64) / scale
-    expected = gradients.mean(0, dtype=np.float64) * steps
-    return float(np.linalg.norm(total + kept - expected) / np.linalg.norm(gradients.mean(0)))
+    kept, mean = np.asarray(gradwire.jax.pmean(state.residual), np.float64) / scale, gradients.mean(0)
+    return float(np.linalg.norm(total + kept - 38 * mean.astype(np.float64)) / np.linalg.norm(mean))
 
 
-@scenario
+@scenario()
 def a_loss_scale_changes_and_steps_are_skipped() -> None:
     for spec in ("int4", "int8:schedule=ring", "powersgd:rank=4", "powersgd:rank=2,alternate=on",
                  "randk:ratio=0.1"):
-        right, unscaled = scaled_steps(spec, True, True), scaled_steps(spec, False, True)
-        if RANK == 0:
-            print(f"{spec}: {right:.2g} gradients off with rescale(), {unscaled:.2g} without", flush=True)
-        assert right < 0.01, (spec, right)
-        assert unscaled > 10 * right, (spec, unscaled)
-
-
-@scenario
-def rescale_changes_residuals_only() -> None:
+        right, unscaled = scaled_steps(spec, True), scaled_steps(spec, False)
+        assert right < 0.01 and unscaled > 10 * right, (spec, right, unscaled)
+    # rescale() changes residuals only.
     optimizer = optax.chain(gradwire.jax.compress("powersgd:rank=2"), optax.adam(1e-3))
-    weights = {"a": jnp.ones((40, 60)), "b": jnp.ones(3)}
-    updates, state = optimizer.update({"a": jnp.asarray(values(RANK, 40, 60)), "b": jnp.ones(3)},
-                                      optimizer.init(weights))
+    weights = {"a": jnp.asarray(values(RANK, 40, 60)), "b": jnp.ones(3)}
+    _, state = optimizer.update(weights, optimizer.init(weights))
     scaled = jax.jit(gradwire.jax.rescale)(state, 0.25)
     np.testing.assert_array_equal(scaled[0].residual["a"], state[0].residual["a"] * 0.25)
     assert np.abs(state[0].residual["a"]).max() > 0

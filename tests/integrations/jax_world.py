@@ -1,8 +1,8 @@
-"""Adds scenarios to jax_ranks.py: programs traced in another world, and programs over all devices."""
+"""Scenarios of gradwire.jax: programs that were traced in another world, and several devices in a process."""
 from __future__ import annotations
 
 import os
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Tuple
 
 import jax
 import jax.numpy as jnp
@@ -10,46 +10,26 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-import gradwire
 import gradwire.jax
-
-import rank as this_rank
+from jax_ranks import connect, everyones, meet, refused
 from rank import RANK, WORLD
-
-SCENARIOS: Dict[str, Callable[[], None]] = {}
-
-
-def scenario(function: Callable[[], None]) -> Callable[[], None]:
-    SCENARIOS[function.__name__] = function
-    return function
+from scenarios import scenario
 
 
-def refused(kind: type, words: str, call: Callable[[], Any]) -> None:
-    this_rank.refused(lambda: jax.block_until_ready(call()), kind, words)
-
-
-def meet(number: int) -> None:
-    gradwire.jax.init(f"{os.environ['MEETING']}{number}", RANK, WORLD, timeout_s=30)
-
-
-def low_rank(world: int) -> np.ndarray:
-    """Returns one matrix of rank 1 per process. Their mean also has rank 1."""
-    return np.stack([np.outer(np.arange(40) + 1, np.ones(60)) * (rank + 1)
-                     for rank in range(world)]).astype(np.float32)
-
-
-@scenario
+@scenario(2, 4, ends=True)
 def programs_outlive_the_world_that_traced_them() -> None:
     """Traces programs in a world of 1, and runs them in a world of WORLD and again in a world of 1."""
-    given = low_rank(WORLD)
-    own, mean = jnp.asarray(given[RANK]), given.mean(0)
-    powersgd, int8 = gradwire.jax.compress("powersgd:rank=1"), gradwire.jax.compress("int8", dense=False)
+    # Matrices of rank 1, whose mean has rank 1.
+    given = np.stack([np.outer(np.arange(40) + 1, np.ones(60)) * (rank + 1) for rank in range(WORLD)])
+    own, mean = jnp.asarray(given[RANK], jnp.float32), given.mean(0)
+    powersgd, int8, coarse = (gradwire.jax.compress(spec, dense=False) for spec in (
+        "powersgd:rank=1", "int8", "powersgd:rank=1,wire=int4"))
     averages = {"pmean": jax.jit(lambda x: gradwire.jax.pmean(x)),
                 "int8": jax.jit(lambda x: int8.update(x, int8.init(x))[0]),
                 "powersgd": jax.jit(lambda x: powersgd.update(x, powersgd.init(x))[0])}
-    total = jax.jit(lambda x: gradwire.jax.psum(x))
     scanned = jax.jit(lambda x: jax.lax.scan(lambda carry, _:
                                              (gradwire.jax.pmean(carry), None), x, None, length=2)[0])
+    total = jax.jit(lambda x: gradwire.jax.psum(x))
 
     def check(expected: np.ndarray, world: int) -> None:
         for name, function in [*averages.items(), ("scan", scanned)]:
@@ -62,78 +42,47 @@ def programs_outlive_the_world_that_traced_them() -> None:
     check(given[RANK], 1)
     for function in averages.values():
         np.testing.assert_array_equal(function(own), given[RANK])  # a world of 1 does not round
-    compiled = {name: function.lower(own).compile() for name, function in averages.items()}
+    compiled = [function.lower(own).compile() for function in averages.values()]
     gradwire.jax.shutdown()
     refused(jax.errors.JaxRuntimeError, "no communicator for device", lambda: averages["pmean"](own))
     meet(1)
     check(mean, WORLD)
-    for function in compiled.values():
+    for function in compiled:
         np.testing.assert_allclose(function(own), mean, atol=0.02 * np.abs(mean).max())
-    coarse = gradwire.jax.compress("powersgd:rank=1,wire=int4")
     lossy = jax.jit(lambda x: coarse.update(x, coarse.init(x))[0])
     lossy(own)
     gradwire.jax.shutdown()
     gradwire.jax.init()
     check(given[RANK], 1)
     np.testing.assert_array_equal(lossy(own), given[RANK])
-    gradwire.jax.shutdown()
 
 
-@scenario
+@scenario(2, 4, ends=True)
 def an_error_ends_with_its_group() -> None:
-    """Checks that a call of a new group does not wait for a failed call of the previous group."""
+    """Trees that differ are named. A new group's call does not wait for a failed call of the previous."""
     meet(1)
     tree = {"kernel": jnp.ones((8, 4))} if RANK == 0 else {"kernel": jnp.ones((4, 8))}
+    for words in ("pmean at jax_world.py", ", tree "):
+        refused(jax.errors.JaxRuntimeError, words, lambda: jax.jit(lambda t: gradwire.jax.pmean(t))(tree))
+        gradwire.jax.shutdown()
+        meet(2 if words == ", tree " else 3)
     refused(jax.errors.JaxRuntimeError, ", tree ", lambda: gradwire.jax.pmean(tree))
     refused(jax.errors.JaxRuntimeError, "", lambda: gradwire.jax.pmean(jnp.ones(3)))  # every later call fails
     gradwire.jax.shutdown()
-    meet(2)
+    meet(4)
     assert float(gradwire.jax.pmean(jnp.float32(RANK))) == (WORLD - 1) / 2
     assert float(jax.jit(gradwire.jax.pmean)(jnp.float32(RANK))) == (WORLD - 1) / 2
-    gradwire.jax.shutdown()
 
 
-@scenario
-def no_trace_leaves_its_tracers_behind() -> None:
-    optimizer = optax.chain(gradwire.jax.compress("powersgd:rank=2,start=1"), optax.sgd(0.1))
-    matrix = jnp.full((40, 60), RANK, jnp.float32)
+# ---- Several devices in each process -----------------------------------------------------------------------
 
-    def twice(x: Any) -> Any:
-        return gradwire.jax.pmean(gradwire.jax.pmean(x) + x)
-
-    with jax.checking_leaks():
-        assert float(jax.jit(twice)(jnp.float32(RANK))) == WORLD - 1
-        assert float(jax.jit(lambda x: twice(jax.jit(twice)(x)))(jnp.float32(RANK))) == 2 * (WORLD - 1)
-        jax.jit(optimizer.update)(matrix, optimizer.init(matrix))
-        jax.jit(lambda x: jax.lax.scan(lambda carry, y: (twice(carry + y), carry), x[0], x))(jnp.ones((3, 5)))
-        jax.jit(lambda x: jax.lax.cond(True, twice, lambda y: y, x))(jnp.ones(3))
-        jax.jit(lambda x: twice(jax.grad(lambda y: (y * y).sum())(x)))(jnp.ones(3))
-        jax.eval_shape(twice, jnp.ones(3))
-        twice(jnp.ones(3))
+DEVICES = 2 * WORLD if WORLD > 1 else 4
+DATA, WHOLE = PartitionSpec("data"), PartitionSpec()
 
 
-@scenario
-def states_that_do_not_fit_are_refused() -> None:
-    matrix, other = {"a": jnp.ones((40, 60))}, {"a": jnp.ones((60, 80))}
-    for spec, words in (("int8", "residual of ['a'] is [40, 60], but its update is [60, 80]"),
-                        ("randk", "residual of ['a']"), ("powersgd:rank=2", "residual of ['a']")):
-        transformation = gradwire.jax.compress(spec)
-        refused(ValueError, words, lambda: transformation.update(other, transformation.init(matrix)))
-    transformation = gradwire.jax.compress("powersgd:rank=2")
-    state = gradwire.jax.compress("powersgd:rank=3").init(matrix)
-    refused(ValueError, "factor of ['a'] is [60, 3]", lambda: transformation.update(matrix, state))
-
-
-# ---- Two devices in each process
-# ----------------------------------------------------------------------------------
-
-DEVICES = 2 * WORLD
-
-
-def distributed(mesh: Any, values: np.ndarray) -> Any:
-    """Returns an array with one row of `values` on each device."""
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+def distributed(mesh: Any, values: np.ndarray, spec: PartitionSpec = DATA) -> Any:
+    """Returns an array with the values, of which each device has its part."""
+    return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
 
 
 def local(array: Any) -> np.ndarray:
@@ -142,27 +91,55 @@ def local(array: Any) -> np.ndarray:
     return np.stack([np.asarray(shard.data) for shard in shards])
 
 
-@scenario
+def all_shards(array: Any) -> np.ndarray:
+    """Returns the shards of all processes, in order."""
+    return np.concatenate(everyones(local(array)))
+
+
+def mapped(function: Any, mesh: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
+
+
+@scenario(1, 2, ends=True)
+def several_devices_in_each_process() -> None:
+    """Checks averages and conservation inside of shard_map and pmap. Not all devices: refused."""
+    connect(DEVICES // WORLD)
+    assert gradwire.jax.world_size() == DEVICES == jax.device_count(), jax.devices()
+    mesh, transformation = jax.make_mesh((DEVICES,), ("data",)), gradwire.jax.compress("int4", dense=False)
+    given = np.random.default_rng(0).standard_normal((DEVICES, 300), np.float32)
+
+    def update(g: Any) -> Tuple[Any, Any, Any]:
+        averaged, state = transformation.update(g, transformation.init(g))
+        return gradwire.jax.pmean(gradwire.jax.pmean(g)), averaged, state.residual
+
+    mine = np.split(given, WORLD)[RANK]
+    for results in (mapped(update, mesh, DATA, DATA)(distributed(mesh, given)), jax.pmap(update)(mine)):
+        exact, averaged, residual = (all_shards(a).reshape(DEVICES, -1) for a in results)
+        np.testing.assert_allclose(exact, np.repeat(given.mean(0, keepdims=True), DEVICES, 0), atol=1e-6)
+        assert (averaged == averaged[0]).all() and np.abs(averaged - given.mean(0)).max() > 1e-3
+        np.testing.assert_allclose(DEVICES * averaged[0] + residual.sum(0), given.sum(0), atol=1e-5)
+    refused(RuntimeError, "jax.shard_map or jax.pmap", lambda: gradwire.jax.pmean(jnp.ones(3)))
+
+
+@scenario(2, ends=True)
 def a_program_that_jax_shards_is_refused() -> None:
-    assert jax.local_device_count() == 2 and gradwire.jax.world_size() == DEVICES
+    connect(2)
     transformation = gradwire.jax.compress("int8")
+
+    def update(g: Any) -> Any:
+        return transformation.update(g, transformation.init(g))[0]
+
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
         mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(kind,))
         x = distributed(mesh, np.ones((DEVICES, 300), np.float32))
-
-        def update(g: Any) -> Any:
-            return transformation.update(g, transformation.init(g))[0]
-
         for function in (update, gradwire.jax.pmean):
             with jax.set_mesh(mesh):
                 refused(RuntimeError, "jax.shard_map", lambda: jax.jit(function)(x))
             refused(RuntimeError, "jax.shard_map", lambda: jax.jit(function)(x))
             refused(RuntimeError, "jax.shard_map", lambda: function(x))
         half = jax.make_mesh((WORLD, 2), ("data", "model"), axis_types=(kind, kind))
-        y = jax.make_array_from_callback((WORLD, 2, 300), NamedSharding(half, PartitionSpec("data", "model")),
-                                         lambda index: np.ones((WORLD, 2, 300), np.float32)[index])
-        partly = jax.jit(jax.shard_map(gradwire.jax.pmean, mesh=half, in_specs=PartitionSpec("data"),
-                                       out_specs=PartitionSpec("data"), axis_names={"data"}))
+        y = distributed(half, np.ones((WORLD, 2, 300), np.float32), PartitionSpec("data", "model"))
+        partly = mapped(gradwire.jax.pmean, half, DATA, DATA, axis_names={"data"})
         refused(RuntimeError, "jax.shard_map over the whole mesh", lambda: partly(y))
 
 
@@ -170,7 +147,6 @@ def training(spec: str, mesh: Any, check_vma: bool) -> Tuple[Any, Any, Any]:
     """Returns (first weights and state, step, specs) for a matrix and a scalar, mapped over all devices."""
     optimizer = optax.chain(gradwire.jax.compress(spec, dense=False), optax.trace(0.5), optax.scale(-0.1))
     weights = {"matrix": jnp.zeros((40, 60)), "scalar": jnp.float32(0)}
-    whole = PartitionSpec()
     specs = gradwire.jax.partition_specs(jax.eval_shape(optimizer.init, weights), "data")
 
     def step(weights: Any, state: Any, target: Any) -> Any:
@@ -178,99 +154,77 @@ def training(spec: str, mesh: Any, check_vma: bool) -> Tuple[Any, Any, Any]:
             return 0.5 * ((w["matrix"] - target[0]) ** 2).sum() + 0.5 * (w["scalar"] - target[0, 0, 0]) ** 2
 
         varying = jax.lax.pcast(weights, "data", to="varying") if check_vma else weights
-        gradient = jax.grad(loss)(varying)
-        updates, state = optimizer.update(gradient, state)
+        updates, state = optimizer.update(jax.grad(loss)(varying), state)
         return optax.apply_updates(weights, updates), state
 
-    mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(whole, specs, PartitionSpec("data")),
-                                   out_specs=(whole, specs), check_vma=check_vma), donate_argnums=(0, 1))
-    start = jax.jit(
-        jax.shard_map(lambda w: (w, optimizer.init(w)), mesh=mesh, in_specs=whole, out_specs=(whole, specs),
-                      check_vma=check_vma))
-    return start(weights), mapped, specs
+    start = mapped(lambda w: (w, optimizer.init(w)), mesh, WHOLE, (WHOLE, specs), check_vma=check_vma)
+    trains = mapped(step, mesh, (WHOLE, specs, DATA), (WHOLE, specs), check_vma=check_vma)
+    return start(weights), trains, specs
 
 
-@scenario
+@scenario(2, ends=True)
 def a_global_mesh_trains_with_residuals_of_each_device() -> None:
+    """Training also continues bit for bit after saving and restoring with the sharding that JAX reports."""
     from jax.experimental import multihost_utils
-    mesh = jax.make_mesh((DEVICES,), ("data",))
-    rng = np.random.default_rng(3)
-    target = (rng.standard_normal((DEVICES, 40, 1)) @ rng.standard_normal(
-        (DEVICES, 1, 60))).astype(np.float32)
+    connect(2)
+    mesh, rng = jax.make_mesh((DEVICES,), ("data",)), np.random.default_rng(3)
+    target = rng.standard_normal((DEVICES, 40, 1)) @ rng.standard_normal((DEVICES, 1, 60))
+    target = target.astype(np.float32)
+    expected, momentum = np.zeros((40, 60)), np.zeros((40, 60))
+    for _ in range(40):
+        momentum = 0.5 * momentum + (expected - target.mean(0, dtype=np.float64))
+        expected -= 0.1 * momentum
     for spec in ("int4", "powersgd:rank=2,wire=int8", "powersgd:rank=1,start=2,wire=bf16", "randk:ratio=0.3"):
         for check_vma in (True, False):
             (weights, state), step, specs = training(spec, mesh, check_vma)
-            expected, momentum = np.zeros((40, 60)), np.zeros((40, 60))
             for _ in range(40):
                 weights, state = step(weights, state, distributed(mesh, target))
-                momentum = 0.5 * momentum + (expected - target.mean(0, dtype=np.float64))
-                expected -= 0.1 * momentum
             residual = state[0].residual
-            assert residual["matrix"].shape == (DEVICES * 40,
-                                                60) and residual["scalar"].shape[0] == DEVICES, spec
-            kept = np.asarray(multihost_utils.process_allgather(residual["matrix"],
-                                                                tiled=True)).reshape(DEVICES, 40, 60)
+            assert residual["matrix"].shape == (DEVICES * 40, 60), spec
+            assert residual["scalar"].shape[0] == DEVICES, spec
+            kept, values = all_shards(residual["matrix"]), all_shards(weights["matrix"])
             assert all(np.abs(kept[0] - kept[device]).max() > 0 for device in range(1, DEVICES)), spec
-            everyones = np.asarray(multihost_utils.process_allgather(local(weights["matrix"])))
-            assert (everyones.reshape(DEVICES, -1) == everyones.reshape(DEVICES, -1)[0]).all(), spec
-            error = np.linalg.norm(local(weights["matrix"])[0] - expected) / np.linalg.norm(expected)
+            assert (values == values[0]).all(), spec
+            error = np.linalg.norm(values[0] - expected) / np.linalg.norm(expected)
             assert error < (0.1 if spec == "int4" else 0.5), (spec, error)
-            # Training continues bit for bit after saving and restoring with the sharding that JAX reports.
             saved = jax.tree.map(lambda a: np.asarray(multihost_utils.process_allgather(a, tiled=True)),
                                  (weights, state))
-            restored = jax.tree.map(lambda a, s: jax.make_array_from_callback(
-                a.shape, NamedSharding(mesh, s), lambda index: a[index]), saved,
-                ({"matrix": PartitionSpec(), "scalar": PartitionSpec()}, specs))
-            after = [step(*both, distributed(mesh, target)) for both in (restored, (weights, state))]
-            for a, b in zip(jax.tree.leaves(after[0]), jax.tree.leaves(after[1])):
-                assert (local(a) == local(b)).all(), spec
+            restored = jax.tree.map(lambda a, s: distributed(mesh, a, s), saved,
+                                    ({"matrix": WHOLE, "scalar": WHOLE}, specs))
+            after = [jax.tree.leaves(step(*both, distributed(mesh, target)))
+                     for both in (restored, (weights, state))]
+            assert all((local(a) == local(b)).all() for a, b in zip(*after)), spec
 
 
-@scenario
+@scenario(2, ends=True)
 def a_wrong_map_is_refused() -> None:
-    mesh = jax.make_mesh((DEVICES,), ("data",))
-    data, whole = PartitionSpec("data"), PartitionSpec()
-    transformation = gradwire.jax.compress("int8", dense=False)
+    connect(2)
+    mesh, transformation = jax.make_mesh((DEVICES,), ("data",)), gradwire.jax.compress("int8", dense=False)
     x = distributed(mesh, np.ones((DEVICES, 300), np.float32))
 
     def update(g: Any) -> Any:
         averaged, state = transformation.update(g, transformation.init(g))
         return averaged, state.residual
 
-    # Averages are replicated over devices, but JAX must reject residuals as replicated.
-    refused(ValueError, "out_specs",
-            lambda: jax.jit(jax.shard_map(update, mesh=mesh, in_specs=data, out_specs=whole))(x))
-    averaged, residual = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=data, out_specs=(whole, data)))(x)
-    assert averaged.shape == (1, 300) and residual.shape == (DEVICES, 300)
-
     def summed_by_jax(w: Any, g: Any) -> Any:
-        gradient = jax.grad(lambda v: (v * g).sum())(w)
-        return transformation.update(gradient, transformation.init(gradient))[0]
+        return update(jax.grad(lambda v: (v * g).sum())(w))[0]
 
-    refused(ValueError, "jax.lax.pcast", lambda: jax.jit(jax.shard_map(
-        summed_by_jax, mesh=mesh, in_specs=(whole, data), out_specs=whole))(jnp.ones(300), x))
+    # Averages are replicated over devices, but JAX must reject residuals as replicated.
+    refused(ValueError, "out_specs", lambda: mapped(update, mesh, DATA, WHOLE)(x))
+    averaged, residual = mapped(update, mesh, DATA, (WHOLE, DATA))(x)
+    assert averaged.shape == (1, 300) and residual.shape == (DEVICES, 300)
+    refused(ValueError, "jax.lax.pcast",
+            lambda: mapped(summed_by_jax, mesh, (WHOLE, DATA), WHOLE)(jnp.ones(300), x))
     # A state from outside of jax.shard_map, for another shape, is rejected.
     outside = transformation.init(jnp.ones((DEVICES * 3, 300)))
-
-    def from_outside(g: Any, state: Any) -> Any:
-        return transformation.update(g, state)[0]
-
-    refused(ValueError, "init() inside of it", lambda: jax.jit(jax.shard_map(
-        from_outside, mesh=mesh, in_specs=(data, whole), out_specs=whole))(x, outside))
-    if WORLD > 1:
-        some = jax.sharding.Mesh(np.array(jax.devices()[RANK * 2:RANK * 2 + 2]), ("data",))
-        y = jax.device_put(np.full((2, 3), RANK, np.float32), NamedSharding(some, data))
-        mean = jax.jit(jax.shard_map(gradwire.jax.pmean, mesh=some, in_specs=data, out_specs=whole))(y)
-        assert (np.asarray(mean) == (WORLD - 1) / 2).all()  # each process maps over its local devices
-
-
-@scenario
-def a_program_of_a_larger_world_is_refused_in_a_smaller_one() -> None:
-    """Checks a program that would otherwise average over this process's devices only."""
-    mesh = jax.make_mesh((DEVICES,), ("data",))
-    mean = jax.jit(
-        jax.shard_map(gradwire.jax.pmean, mesh=mesh, in_specs=PartitionSpec("data"),
-                      out_specs=PartitionSpec()))
+    refused(ValueError, "init() inside of it", lambda: mapped(
+        lambda g, state: transformation.update(g, state)[0], mesh, (DATA, WHOLE), WHOLE)(x, outside))
+    some = jax.sharding.Mesh(np.array(jax.devices()[RANK * 2:RANK * 2 + 2]), ("data",))
+    y = jax.device_put(np.full((2, 3), RANK, np.float32), NamedSharding(some, DATA))
+    # Each process maps over its local devices.
+    assert (np.asarray(mapped(gradwire.jax.pmean, some, DATA, WHOLE)(y)) == (WORLD - 1) / 2).all()
+    # A program of a larger world would average over this process's devices only.
+    mean = mapped(gradwire.jax.pmean, mesh, DATA, WHOLE)
     x = distributed(mesh, np.arange(DEVICES, dtype=np.float32)[:, None] * np.ones(3, np.float32))
     assert (local(mean(x)) == (DEVICES - 1) / 2).all()
     gradwire.jax.shutdown()

@@ -134,23 +134,6 @@ def report(world: int, codes: List[int]) -> int:
     return 1 if any(codes) else 0
 
 
-def needs_newer_pytorch(call: Callable[[], object]) -> int:
-    """Expects gradwire.Unsupported, with the required and the installed version of PyTorch.
-
-    Returns the test's exit code.
-    """
-    import gradwire
-    import torch
-    try:
-        call()
-    except gradwire.Unsupported as error:
-        missing = [text for text in ("2.9", torch.__version__) if text not in str(error)]
-        print(f"FAILED: {missing} not in: {error}" if missing else f"PASSED: {error}")
-        return 1 if missing else 0
-    print(f"FAILED: PyTorch {torch.__version__} was accepted")
-    return 1
-
-
 def in_a_fork(body: Callable[[], None], deadline_s: float = 20) -> None:
     """Runs `body` in a forked process. Raises AssertionError if it fails or exceeds the deadline."""
     child = os.fork()
