@@ -9,7 +9,15 @@ import torch.distributed as dist
 from gradwire import _native
 from gradwire._communicator import Communicator
 from gradwire._memory import memory_of
-from gradwire._process_group import Origin, communicator, during, normal_tensors
+from gradwire._process_group import Origin, communicator, during, normal_tensors, stream_of
+
+
+def _reduce(comm: Communicator, tensor: torch.Tensor, spec: str, op: str, tag: str) -> None:
+    if tensor.is_cuda:
+        comm.check()  # an earlier call may have failed on its stream, which carries no errors
+    with during(spec, "allreduce_", tensor):
+        comm.allreduce_(tensor.detach(), spec, op, stream_of(tensor), tag)
+
 
 class _Default:
     """The communicator of the default process group for one device."""
@@ -44,13 +52,10 @@ class _Default:
                 f"allreduce_() failed on only some of the ranks, which have completed {completed} calls: "
                 "call torch.distributed.destroy_process_group() and init_process_group(), or pass comm=")
 
-    def allreduce_(self, tensor: torch.Tensor, spec: str, op: str, stream: int, tag: str) -> None:
+    def allreduce_(self, tensor: torch.Tensor, spec: str, op: str, tag: str) -> None:
         comm = self.communicator()
         try:
-            if tensor.is_cuda:
-                comm.check()  # an earlier call may have failed on its stream, which carries no errors
-            with during(spec, "allreduce_", tensor):
-                comm.allreduce_(tensor.detach(), spec, op, stream, tag)
+            _reduce(comm, tensor, spec, op, tag)
         except (_native.CommFailed, KeyboardInterrupt):
             self._failed = True
             raise
@@ -87,12 +92,8 @@ def allreduce_(tensor: torch.Tensor, spec: str = "fp32", op: str = "avg",
         `tensor`.
     """
     memory = memory_of(tensor)
-    stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
     if comm is None:
-        _default(memory.device).allreduce_(tensor, spec, op, stream, tag)
-        return tensor
-    if tensor.is_cuda:
-        comm.check()
-    with during(spec, "allreduce_", tensor):
-        comm.allreduce_(tensor.detach(), spec, op, stream, tag)
+        _default(memory.device).allreduce_(tensor, spec, op, tag)
+    else:
+        _reduce(comm, tensor, spec, op, tag)
     return tensor

@@ -63,8 +63,7 @@ def call_options(
     """Returns the gw_call_options of a call; None if all options are the defaults."""
     if not tag and residual is None and request is None:
         return None
-    return _native.CallOptions(size=ctypes.sizeof(_native.CallOptions), tag=_native.text(tag, "the tag")
-                               or None, residual=residual, request=request)
+    return _native.CallOptions(tag=_native.text(tag, "the tag") or None, residual=residual, request=request)
 
 
 class Request(Handle):
@@ -168,11 +167,16 @@ class Communicator(Handle):
 
     def _create(self, **fields: Any) -> None:
         handle, cancelled = ctypes.c_void_p(), Flag()
-        options = _native.CommOptions(size=ctypes.sizeof(_native.CommOptions),
-                                      cancel=ctypes.pointer(cancelled.value), **fields)
+        options = _native.CommOptions(cancel=ctypes.pointer(cancelled.value), **fields)
         interruptible(("gw_comm_create", ctypes.byref(options), ctypes.byref(handle)), cancel=cancelled.set,
                       undo=lambda: destroy("gw_comm_destroy", handle))
         self._take(handle)
+
+    @classmethod
+    def _of(cls, handle: ctypes.c_void_p) -> "Communicator":
+        made = cls.__new__(cls)
+        made._take(handle)
+        return made
 
     def _take(self, handle: ctypes.c_void_p) -> None:
         super().__init__("gw_comm_destroy", handle)
@@ -182,7 +186,7 @@ class Communicator(Handle):
         self.device: int = info.device
 
     def _query(self) -> "_native.CommInfo":
-        info = _native.CommInfo(size=ctypes.sizeof(_native.CommInfo))
+        info = _native.CommInfo()
         _native.call("gw_comm_query", self._handle, ctypes.byref(info))
         return info
 
@@ -207,11 +211,7 @@ class Communicator(Handle):
         handle = ctypes.c_void_p()
         self._wait_for(("gw_comm_split", self._handle, _native.integer(color, "color"),
                         _native.integer(key, "key"), ctypes.byref(handle)))
-        if not handle:
-            return None
-        part = Communicator.__new__(Communicator)
-        part._take(handle)
-        return part
+        return Communicator._of(handle) if handle else None
 
     def shrink(self, timeout_s: _native.Seconds = 20.0) -> "Tuple[Communicator, List[int]]":
         """Creates a communicator of the surviving ranks after a failure. Collective over the survivors.
@@ -240,8 +240,7 @@ class Communicator(Handle):
         interruptible(("gw_comm_shrink", self._handle, longest, ctypes.byref(cancelled.value),
                        ctypes.byref(handle), ranks, self.world),
                       cancel=cancelled.set, undo=lambda: destroy("gw_comm_destroy", handle))
-        rest = Communicator.__new__(Communicator)
-        rest._take(handle)
+        rest = Communicator._of(handle)
         return rest, list(ranks[:rest.world])
 
     def admit(self, most: int) -> None:
@@ -282,11 +281,7 @@ class Communicator(Handle):
         """
         handle = ctypes.c_void_p()
         self._wait_for(("gw_comm_grow", self._handle, ctypes.byref(handle)))
-        if not handle:
-            return None
-        grown = Communicator.__new__(Communicator)
-        grown._take(handle)
-        return grown
+        return Communicator._of(handle) if handle else None
 
     @classmethod
     def join(cls, invitation: str, *, timeout_s: _native.Seconds = 1800.0,
@@ -386,8 +381,7 @@ class Communicator(Handle):
         Returns:
             `output`.
         """
-        whole, part = self._memory(input, "the input"), self._memory(output, "the output")
-        sizes = self._shards(counts, whole.count, part.count, "input", "output")
+        whole, part, sizes = self._shards(counts, input, output, "input", "output")
         if whole.dtype != part.dtype:
             raise TypeError("the input and the output are of different types")
         self._collective("gw_reduce_scatter", whole.address, part.address, sizes, whole.dtype, op_of(op),
@@ -410,8 +404,7 @@ class Communicator(Handle):
         Returns:
             `output`.
         """
-        whole, part = self._memory(output, "the output"), self._memory(input, "the input")
-        sizes = self._shards(counts, whole.count, part.count, "output", "input")
+        whole, part, sizes = self._shards(counts, output, input, "output", "input")
         if whole.dtype != part.dtype:
             raise TypeError("the input and the output are of different types")
         self._collective("gw_all_gather", part.address, whole.address, sizes, whole.dtype,
@@ -438,8 +431,7 @@ class Communicator(Handle):
         Raises:
             Unsupported: 16-bit types.
         """
-        whole, part = self._memory(replica, "the replica"), self._memory(master, "the master")
-        sizes = self._shards(counts, whole.count, part.count, "replica", "master")
+        whole, part, sizes = self._shards(counts, replica, master, "replica", "master")
         if part.dtype != _native.FLOAT32:
             raise TypeError("the master is not float32")
         self._collective("gw_all_gather_update", part.address, whole.address, sizes, whole.dtype,
@@ -478,17 +470,19 @@ class Communicator(Handle):
             raise ValueError(f"the residual has {memory.count} elements; expected {count} of type float32")
         return memory.address
 
-    def _shards(self, counts: Optional[Sequence[int]], whole: int, part: int, whole_name: str,
-                part_name: str) -> "ctypes.Array[ctypes.c_int64]":
-        if counts is None and part * self.world != whole:
-            raise ValueError(f"the {whole_name} has {whole} elements and the {part_name} {part}: "
+    def _shards(self, counts: Optional[Sequence[int]], all_: Any, own: Any, whole_name: str,
+                part_name: str) -> "Tuple[Memory, Memory, ctypes.Array[ctypes.c_int64]]":
+        """Returns the memory of an array of all ranks' shards and of this rank's shard, and the counts."""
+        whole, part = self._memory(all_, f"the {whole_name}"), self._memory(own, f"the {part_name}")
+        if counts is None and part.count * self.world != whole.count:
+            raise ValueError(f"the {whole_name} has {whole.count} elements and the {part_name} {part.count}: "
                              f"expected {self.world} equal shards. For other shards pass counts")
         sizes: "ctypes.Array[ctypes.c_int64]" = _native.integers(
-            [part] * self.world if counts is None else counts, "counts", ctypes.c_int64)
-        if len(sizes) != self.world or sum(sizes) != whole or sizes[self.rank] != part:
+            [part.count] * self.world if counts is None else counts, "counts", ctypes.c_int64)
+        if len(sizes) != self.world or sum(sizes) != whole.count or sizes[self.rank] != part.count:
             raise ValueError(f"counts={list(sizes)} on rank {self.rank} of {self.world} does not match: the "
-                             f"{whole_name} has {whole} elements and the {part_name} {part}")
-        return sizes
+                             f"{whole_name} has {whole.count} elements and the {part_name} {part.count}")
+        return whole, part, sizes
 
     def _collective(self, function: str, *arguments: object, tag: str,
                     residual: Optional[int] = None) -> None:

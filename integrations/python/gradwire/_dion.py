@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradwire._communicator import Communicator
 from gradwire._hook_state import entry_of, tensor_of
 from gradwire._native import BadArgument, integer
-from gradwire._process_group import communicator, normal_tensors
+from gradwire._process_group import communicator, normal_tensors, stream_of
 from gradwire._reducer import Reducer, pack, unpack
 from gradwire._spec import is_plain, stays_dense
 
@@ -157,8 +157,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
             grads.append(p.grad.contiguous() if flags[i] else
                          torch.zeros(p.shape, dtype=p.dtype, device=p.device))
         used = torch.tensor(flags, dtype=like.dtype, device=like.device)
-        stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
-        reducer.allreduce([*grads, used], stream)
+        reducer.allreduce([*grads, used], stream_of(like))
         # The mean of the flags, which may have the error of a bf16 wire, is the same on all ranks. So they
         # skip the same parameters.
         world = self._place()[1]

@@ -23,7 +23,7 @@ from gradwire._auto import GroupAuto, now
 from gradwire._communicator import Communicator
 from gradwire._fsdp_low_rank import Axes, LowRank, LowRankSpec
 from gradwire._fsdp_residual import Layout, Part, Residual
-from gradwire._process_group import communicator, during
+from gradwire._process_group import communicator, during, stream_of
 from gradwire._spec import encoded_once, info_of, is_plain, split, stays_dense
 
 # ---- The arguments of gradwire.fsdp.compress() -------------------------------------------------------------
@@ -189,26 +189,23 @@ class ParamGroup:
         self._layouts: Dict[Tuple[Any, ...], Layout] = {}
         self.replicas: Any = None  # process group of HSDP's replicas
         self.handle: Any = None  # the result of compress()
-        self.residual: Optional[Residual] = None
-        self.replica_residual: Optional[Residual] = None
-        self.low_rank: Optional[LowRank] = None
         # A different seed for each rank, so that rounding errors of residuals are independent.
-        self._seed = seed = (options.seed * 4099 + number * 2) * 65537 + dist.get_rank()
-        if options.residual != "off" and not is_plain(options.gradients):
-            self.residual = Residual(options.residual, theirs.device, seed)
-        if options.residual != "off" and not is_plain(options.replicas):
-            self.replica_residual = Residual(options.residual, theirs.device, seed + 65537)
-        if options.low_rank is not None:
-            self.low_rank = LowRank(options.low_rank, {name: first_param + i
-                                                       for i, name in enumerate(self.names.values())})
+        self._seed = (options.seed * 4099 + number * 2) * 65537 + dist.get_rank()
+        self.residual = self._residual(options.gradients, self._seed)
+        self.replica_residual = self._residual(options.replicas, self._seed + 65537)
+        self.low_rank = None if options.low_rank is None else LowRank(
+            options.low_rank, {name: first_param + i for i, name in enumerate(self.names.values())})
+
+    def _residual(self, spec: str, seed: int) -> Optional[Residual]:
+        mode = self._options.residual
+        return None if mode == "off" or is_plain(spec) else Residual(mode, self.theirs.device, seed)
 
     def use(self, options: Options, can_undo: bool) -> None:
         """Reduces gradients in another format from now on, without a residual at first."""
         self._options = options
         self.of_gradients = options.gradients, self.of_gradients[1]
-        self.residual = None
-        if options.residual != "off" and not is_plain(options.gradients):
-            self.residual = Residual(options.residual, self.theirs.device, self._seed)
+        self.residual = self._residual(options.gradients, self._seed)
+        if self.residual is not None:
             self.residual.can_undo = can_undo
 
     def keeps(self, name: str, param: Any) -> bool:
@@ -425,11 +422,6 @@ class _DensePart:
         for part in self._layout.dense:
             target[:, part.begin:part.end].copy_(source[:, begin:begin + part.count])
             begin += part.count
-
-
-def stream_of(tensor: torch.Tensor) -> int:
-    """Returns PyTorch's current stream for a CUDA tensor, as a number; 0 on the host."""
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0
 
 
 def plain(dtype: torch.dtype) -> str:

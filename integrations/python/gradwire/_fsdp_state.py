@@ -157,8 +157,7 @@ def folded(entry: Dict[str, Any], shard: Tuple[int, int], param: Any) -> torch.T
     """
     rank, rows = shard
     shape = param._orig_size
-    whole: torch.Tensor = entry.get(
-        "residual", torch.zeros(shape, dtype=torch.float32, device="cpu")).clone()
+    whole: torch.Tensor = entry.get("residual", torch.zeros(shape, dtype=torch.float32, device="cpu")).clone()
     if "replica_residual" in entry:
         flat = torch.zeros(rows, entry["replica_residual"].numel(), dtype=torch.float32, device="cpu")
         flat[rank] = rows * entry["replica_residual"]

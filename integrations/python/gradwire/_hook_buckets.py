@@ -80,8 +80,7 @@ class HookBuckets:
             self._skips = may_skip(parameters)
         names = self._names.of(parameters)
         shapes = tuple(matrix(p) for p in parameters)
-        entry = self._buckets[index] = Bucket(
-            index, parameters, Layout(names, shapes), buffer.element_size())
+        entry = self._buckets[index] = Bucket(index, parameters, Layout(names, shapes), buffer.element_size())
         return entry
 
     def _new_reducer(self, entry: Bucket, buffer: torch.Tensor, spec: str) -> Reducer:

@@ -62,13 +62,15 @@ def same_on_every_device(x: Any) -> bool:
     return bool(axes) and not _varying_axes(x) and bool(_varying_axes(jax.lax.axis_index(axes[0])))
 
 
+def _sharded(mesh: Any, mapped: Any) -> int:
+    """Returns the number of devices over the axes of a mesh that are not mapped."""
+    return math.prod(size for axis, size in mesh.shape.items() if axis not in mapped)
+
+
 def check_leaf(what: str, leaf: Any) -> None:
     """Raises RuntimeError if XLA would shard the call's arrays, as far as tracing can tell."""
     mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
-    devices = 1
-    if mesh is not None and not mesh.empty:
-        for name, size in mesh.shape.items():
-            devices *= 1 if name in mesh.manual_axes else size
+    devices = 1 if mesh is None or mesh.empty else _sharded(mesh, mesh.manual_axes)
     if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
         devices = max(devices, len(leaf.sharding.device_set))
     if devices > 1:
@@ -79,11 +81,8 @@ def _check_program(context: Any, *_: Any) -> List[Any]:
     """Lowers _checked_p. Raises RuntimeError if XLA would shard the program."""
     axis_context = context.module_context.axis_context
     mesh = getattr(axis_context, "mesh", None)
-    devices = getattr(axis_context, "num_devices", 1)
-    if mesh is not None:
-        devices = 1
-        for name, size in mesh.shape.items():
-            devices *= 1 if name in axis_context.manual_axes else size
+    devices = (getattr(axis_context, "num_devices", 1) if mesh is None
+               else _sharded(mesh, axis_context.manual_axes))
     if devices > 1:
         raise RuntimeError(_NOT_MAPPED.format(devices))
     if mesh is not None and ranks.communicators:

@@ -156,7 +156,15 @@ def device(value: Any) -> int:
 
 
 class _Checked(ctypes.Structure):
-    """A C structure whose fields refuse numbers that do not fit, by name."""
+    """A C structure of gradwire.h: CommOptions is gw_comm_options. Its fields refuse numbers that do not fit.
+
+    The constructor sets `size`. The elements of an array have no constructor.
+    """
+
+    def __init__(self, *values: Any, **fields: Any) -> None:
+        super().__init__(*values, **fields)
+        if self._fields_[0][0] == "size":
+            self.size = ctypes.sizeof(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = next((field[1] for field in self._fields_ if field[0] == name), None)
@@ -166,8 +174,6 @@ class _Checked(ctypes.Structure):
 
 
 class CommOptions(_Checked):
-    """The C structure gw_comm_options."""
-
     _fields_ = [("size", c_size_t), ("rendezvous", c_char_p), ("store", c_void_p), ("nccl_comm", c_void_p),
                 ("invitation", c_char_p), ("rank", c_int32), ("world", c_int32), ("device", c_int32),
                 ("ranks_per_node", c_int32), ("timeout_ms", c_int64), ("secret", c_char_p),
@@ -176,72 +182,52 @@ class CommOptions(_Checked):
 
 
 class CommInfo(_Checked):
-    """The C structure gw_comm_info."""
-
     _fields_ = [("size", c_size_t), ("rank", c_int32), ("world", c_int32), ("device", c_int32),
                 ("ranks_per_node", c_int32), ("bytes_sent", c_uint64), ("transport", c_char_p),
                 ("invitation", c_char_p), ("joiners", c_int32)]
 
 
 class CallOptions(_Checked):
-    """The C structure gw_call_options."""
-
     _fields_ = [("size", c_size_t), ("tag", c_char_p), ("residual", c_void_p), ("request", POINTER(c_void_p))]
 
 
 class Tensor(_Checked):
-    """The C structure gw_tensor."""
-
     _fields_ = [("size", c_size_t), ("name", c_char_p), ("rows", c_int64), ("cols", c_int64),
                 ("dtype", c_int32), ("grad", c_void_p)]
 
 
 class ReducerOptions(_Checked):
-    """The C structure gw_reducer_options."""
-
     _fields_ = [("size", c_size_t), ("bucket_bytes", c_int64), ("sum", c_int32), ("no_timing", c_int32),
                 ("seed", c_uint64), ("shard", c_int32), ("tag", c_char_p), ("skip_unused", c_int32)]
 
 
 class Range(_Checked):
-    """The C structure gw_range."""
-
     _fields_ = [("tensor", c_int32), ("begin", c_int64), ("end", c_int64)]
 
 
 class Stats(_Checked):
-    """The C structure gw_stats."""
-
     _fields_ = [("size", c_size_t), ("steps", c_int64), ("wire_bytes", c_uint64), ("dense_bytes", c_uint64),
                 ("comm_ms", c_double), ("exposed_comm_ms", c_double), ("extra_bytes", c_int64),
                 ("buckets", c_int32), ("buckets_in_place", c_int32), ("description", c_char_p)]
 
 
 class ChooseOptions(_Checked):
-    """The C structure gw_choose_options."""
-
     _fields_ = [("size", c_size_t), ("specs", POINTER(c_char_p)), ("n_specs", c_int32), ("error", c_double),
                 ("bucket_bytes", c_int64), ("seed", c_uint64), ("compute_ms", c_double),
                 ("backward_ms", c_double)]
 
 
 class Trial(_Checked):
-    """The C structure gw_trial."""
-
     _fields_ = [("error", c_double), ("communicate_ms", c_double), ("exposed_ms", c_double)]
 
 
 class SpecInfo(_Checked):
-    """The C structure gw_spec_info."""
-
     _fields_ = [("size", c_size_t), ("method", c_char_p), ("wire", c_char_p), ("bits", c_double),
                 ("exact", c_int32), ("small", c_int32), ("rank", c_int32), ("alternate", c_int32),
                 ("start", c_int64), ("seed", c_uint64)]
 
 
 class State(_Checked):
-    """The C structure gw_state."""
-
     _fields_ = [("residual", c_void_p), ("factor", c_void_p)]
 
 
@@ -249,8 +235,6 @@ FormatCallback = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_int64, c_void_
 
 
 class Format(_Checked):
-    """The C structure gw_format."""
-
     _fields_ = [("size", c_size_t), ("name", c_char_p), ("block", c_int64), ("bytes", c_int64),
                 ("encode", FormatCallback), ("decode", FormatCallback), ("user", c_void_p)]
 
@@ -260,8 +244,6 @@ StoreGet = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_char_p, c_int64, c_void_p, c_s
 
 
 class Store(_Checked):
-    """The C structure gw_store."""
-
     _fields_ = [("size", c_size_t), ("set", StoreSet), ("get", StoreGet), ("user", c_void_p),
                 ("prefix", c_char_p)]
 

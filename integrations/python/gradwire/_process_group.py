@@ -190,6 +190,11 @@ def until(future: Any, spec: str, call: str, *tensors: torch.Tensor) -> Any:
         return future if until_done is None else until_done._call_end_callbacks_on_future(future)
 
 
+def stream_of(tensor: torch.Tensor) -> int:
+    """Returns PyTorch's current stream for a CUDA tensor, as a number; 0 on the host."""
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0
+
+
 # ---- Process groups ----------------------------------------------------------------------------------------
 
 # PyTorch's default, half an hour. A rank may pause for minutes, as rank 0 does when it writes a checkpoint. A
@@ -325,7 +330,7 @@ def _in_store(store: Any, key: str, rank: int, timeout_s: float) -> _native.Stor
             published = store.get(key)
         except RuntimeError as error:
             raise _native.CommFailed(f"no address of rank 0 after {timeout_s:g} s: {error}") from error
-    return _native.Store(ctypes.sizeof(_native.Store), _native.StoreSet(put), _native.StoreGet(get))
+    return _native.Store(set=_native.StoreSet(put), get=_native.StoreGet(get))
 
 
 def place_in(process_group: Any) -> Tuple[int, int]:

@@ -148,8 +148,8 @@ class Reducer(Handle):
             item.size = ctypes.sizeof(_native.Tensor)
             item.name = _native.text(name, "the tensor's name")
             item.rows, item.cols, item.dtype = rows, cols, self._dtype
-        options = _native.ReducerOptions(size=ctypes.sizeof(_native.ReducerOptions), seed=seed,
-                                         bucket_bytes=bucket_bytes, sum=int(op_of(op) == _native.SUM),
+        options = _native.ReducerOptions(seed=seed, bucket_bytes=bucket_bytes,
+                                         sum=int(op_of(op) == _native.SUM),
                                          shard=int(shard), skip_unused=int(skip_unused),
                                          tag=_native.text(tag, "the tag") or None)
         handle = ctypes.c_void_p()
@@ -217,7 +217,7 @@ class Reducer(Handle):
 
     def stats(self) -> Dict[str, Any]:
         """Returns the fields of gw_stats: bytes and times of the last step, and memory in use."""
-        stats = _native.Stats(size=ctypes.sizeof(_native.Stats))
+        stats = _native.Stats()
         _native.call("gw_reducer_stats", self._handle, ctypes.byref(stats))
         fields: List[str] = [name for name, *_ in _native.Stats._fields_ if name != "size"]
         values = {name: getattr(stats, name) for name in fields}
@@ -316,9 +316,8 @@ def choose(comm: Communicator, specs: Sequence[str], gradients: Mapping[str, Any
         item.name = _native.text(name, "the gradient's name")
         item.rows, item.cols, item.dtype, item.grad = rows, math.prod(others), memory.dtype, memory.address
     texts = (ctypes.c_char_p * len(specs))(*(_native.text(spec, "the spec") for spec in specs))
-    options = _native.ChooseOptions(size=ctypes.sizeof(_native.ChooseOptions), specs=texts,
-                                    n_specs=len(specs), error=error, bucket_bytes=bucket_bytes, seed=seed,
-                                    compute_ms=compute_ms, backward_ms=backward_ms)
+    options = _native.ChooseOptions(specs=texts, n_specs=len(specs), error=error, bucket_bytes=bucket_bytes,
+                                    seed=seed, compute_ms=compute_ms, backward_ms=backward_ms)
     trials, chosen = (_native.Trial * max(1, len(specs)))(), ctypes.c_int32()
     comm._wait_for(("gw_choose", comm._handle, tensors, len(gradients), ctypes.byref(options),
                     _native.stream(stream), trials, ctypes.byref(chosen)))

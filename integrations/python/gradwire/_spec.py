@@ -32,7 +32,7 @@ def matrix(shape: Sequence[int]) -> Tuple[int, int]:
 @functools.lru_cache(maxsize=4096)
 def info_of(spec: str, shape: Tuple[int, ...] = ()) -> Info:
     """Returns what the library says about a spec and a tensor. Raises BadArgument if the spec is invalid."""
-    found = _native.SpecInfo(size=ctypes.sizeof(_native.SpecInfo))
+    found = _native.SpecInfo()
     _native.call("gw_spec_query", _native.text(spec, "the spec"), *matrix(shape), ctypes.byref(found))
     return Info(found.method.decode(), found.wire.decode(), found.bits, bool(found.exact), bool(found.small),
                 found.rank, bool(found.alternate), found.start, found.seed)
@@ -130,8 +130,8 @@ def register_format(name: str, *, block: int, bytes: int, encode: Callable[[Any]
         return _native.FormatCallback(run)
 
     values, encoded = (block, np.float32), (bytes, np.uint8)
-    format = _native.Format(size=ctypes.sizeof(_native.Format), name=_native.text(name, "the format's name"),
-                            block=block, bytes=bytes, encode=callback(encode, values, encoded),
+    format = _native.Format(name=_native.text(name, "the format's name"), block=block, bytes=bytes,
+                            encode=callback(encode, values, encoded),
                             decode=callback(decode, encoded, values))
     _kept.append(format)
     _native.call("gw_format_register", ctypes.byref(format))
