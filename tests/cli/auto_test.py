@@ -26,9 +26,8 @@ class Auto(CommandTest):
         return chosen
 
     def test_threads_choose_within_the_error_on_a_slow_link(self):
-        result = self.run_command("train", *SLOW, "--ranks", 2, "--compression",
-                                  "auto:error=0.03,allow=bf16+int8+int4", "--log", "run.jsonl")
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        result = self.succeed("train", *SLOW, "--ranks", 2, "--compression",
+                              "auto:error=0.03,allow=bf16+int8+int4", "--log", "run.jsonl")
         records = self.records()
         # Which of the two depends on the measured kernels, which other processes slow down.
         self.assertIn(self.check_run(result.stdout, records)["compression"], ("bf16", "int8"))
@@ -42,9 +41,7 @@ class Auto(CommandTest):
         flags = ["train", *SLOW, "--log", "run.jsonl", "--checkpoint", "saved", "--checkpoint-every", 2,
                  "--resume", "saved", "--compression"]
         for request in ("auto", "auto:error=0"):  # the second run has nothing left to choose
-            ends = [(*p.communicate(timeout=240), p.returncode) for p in self.start(2, *flags, request)]
-            for out, error, code in ends:
-                self.assertEqual((error, code), ("", 0), out[-300:])
+            ends = self.ends(self.start(2, *flags, request))
             self.assertEqual(ends[1][0], "", "only rank 0 prints")
             if request == "auto":
                 chosen = self.check_run(ends[0][0], self.records())
@@ -81,10 +78,7 @@ class Auto(CommandTest):
         def train(steps, link):
             """Returns what rank 0 printed, the records, and the seconds of the choice before the first step."""
             (self.folder / "meeting").unlink(missing_ok=True)
-            ends = [(*p.communicate(timeout=240), p.returncode)
-                    for p in self.start(2, *flags, "--steps", steps, "--link", link)]
-            for out, error, code in ends:
-                self.assertEqual((error, code), ("", 0), out[-300:])
+            ends = self.ends(self.start(2, *flags, "--steps", steps, "--link", link))
             return ends[0][0], self.records(), float(re.search(r"auto:\S+ in ([\d.]+) s", ends[0][0])[1])
 
         _, records, measured_s = train(40, "2Gbit")
@@ -117,8 +111,7 @@ class Auto(CommandTest):
         flags = ["train", *SLOW, "--log", "run.jsonl", "--compression", "auto:replan=off,plan=plan.json"]
         outs, losses = [], []
         for _ in range(2):
-            result = self.run_command(*flags, "--ranks", 2)
-            self.assertEqual((result.returncode, result.stderr), (0, ""))
+            result = self.succeed(*flags, "--ranks", 2)
             outs.append(result.stdout)
             losses.append([r["loss"] for r in self.records() if r["type"] == "step"])
         self.assertIn("Measured for", outs[0])
@@ -190,14 +183,12 @@ class Auto(CommandTest):
             for ranks in (2, 4):
                 run = ["train", *SYNTHETIC, "--steps", 6, "--log", "run.jsonl"]
                 saved = f"{name}-{ranks}"
-                result = self.run_command(*run, "--ranks", 2, *first, "--checkpoint", saved,
-                                          "--checkpoint-every", 3)
-                self.assertEqual((result.returncode, result.stderr), (0, ""))
+                self.succeed(*run, "--ranks", 2, *first, "--checkpoint", saved,
+                             "--checkpoint-every", 3)
                 whole = self.records()
                 shutil.rmtree(next((self.folder / saved).glob("*6")))
-                result = self.run_command(*run, "--ranks", ranks, *later, "--resume", saved, "--compression",
-                                          "auto")
-                self.assertEqual((result.returncode, result.stderr), (0, ""))
+                result = self.succeed(*run, "--ranks", ranks, *later, "--resume", saved, "--compression",
+                                      "auto")
                 self.assertIn("no effect on a checkpoint of " + whole[0]["compression"], result.stdout)
                 self.assertNotIn("Measured for", result.stdout)
                 self.assertEqual(self.records()[0]["compression"], whole[0]["compression"])
@@ -211,8 +202,7 @@ class Auto(CommandTest):
         flags = ["train", *SLOW[:at], *SLOW[at + 2:], "--checkpoint", "saved", "--checkpoint-every", 2,
                  "--compression", "auto:allow=int8"]
         for ranks, steps in ((1, 2), (2, 4)):
-            result = self.run_command(*flags, "--ranks", ranks, "--steps", steps, "--resume", "saved")
-            self.assertEqual((result.returncode, result.stderr), (0, ""))
+            result = self.succeed(*flags, "--ranks", ranks, "--steps", steps, "--resume", "saved")
         self.assertIn("Measured for --compression auto", result.stdout)
         self.assertIn("\nChoice: ", result.stdout)
 
@@ -232,8 +222,7 @@ class Auto(CommandTest):
                             "gradwire train")
 
     def test_a_single_rank_has_nothing_to_choose(self):
-        result = self.run_command("train", *SYNTHETIC, "--steps", 1, "--compression", "auto")
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        result = self.succeed("train", *SYNTHETIC, "--steps", 1, "--compression", "auto")
         self.assertIn("no effect on a single rank", result.stdout)
 
 

@@ -32,10 +32,8 @@ class Cable(CommandTest):
                 f"this machine does not permit network namespaces: {getattr(error, 'stderr', None) or error}")
 
     def on(self, host, rank, world, *arguments, **variables):
-        variables = {
-            "MASTER_ADDR": ADDRESS["A"], "MASTER_PORT": "29511", "GRADWIRE_SECRET": "a secret",
-            "RANK": str(rank), "WORLD_SIZE": str(world), **variables
-        }
+        variables = {"MASTER_ADDR": ADDRESS["A"], "MASTER_PORT": "29511", "GRADWIRE_SECRET": "a secret",
+                     "RANK": str(rank), "WORLD_SIZE": str(world), **variables}
         words = ["ip", "netns", "exec", hosts_test.PREFIX + host, self.program, *arguments]
         return self.spawn(*words, env=variables)
 
@@ -57,10 +55,8 @@ class Cable(CommandTest):
         self.assertLess(time.monotonic() - begin, GONE_AFTER_S + 10)
 
     def test_an_elastic_run_continues_on_the_side_of_the_majority(self):
-        ranks = [
-            self.on(host, rank, 3, "train", *SYNTHETIC, "--steps", 10_000_000, "--timeout-s", 600,
-                    "--elastic", "2:3", "--log", f"{rank}.jsonl") for rank, host in enumerate("AAB")
-        ]
+        ranks = [self.on(host, rank, 3, "train", *SYNTHETIC, "--steps", 10_000_000, "--timeout-s", 600,
+                         "--elastic", "2:3", "--log", f"{rank}.jsonl") for rank, host in enumerate("AAB")]
         while "step 1/" not in ranks[0].stdout.readline():
             self.assertIsNone(ranks[0].poll())
         begin = self.cut()
@@ -72,10 +68,8 @@ class Cable(CommandTest):
         self.assertNotEqual(ranks[2].wait(timeout=60), 0)
 
     def whole_records(self, name):
-        return [
-            json.loads(line) for line in (self.folder / name).read_text().splitlines(keepends=True)
-            if line.endswith("\n")
-        ]
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines(keepends=True)
+                if line.endswith("\n")]
 
 
 if __name__ == "__main__":

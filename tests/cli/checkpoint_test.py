@@ -71,8 +71,7 @@ class Checkpoints(CommandTest):
         ours = self.folder / "saved" / "step-000000008"
         for other, seed in (("seed", 7), ("again", 0)):
             run = [word for word in self.RUN if word not in ("--log", "run.jsonl")]
-            made = self.run_command(*run, *synthetic(), "--seed", seed, "--checkpoint", other)
-            self.assertEqual(made.returncode, 0, made.stderr)
+            self.succeed(*run, *synthetic(), "--seed", seed, "--checkpoint", other)
             for name in ("model", "state-0-of-2", "state-1-of-2"):
                 file = ours / f"{name}.safetensors"
                 good, theirs = file.read_bytes(), (self.folder / other / ours.name / file.name).read_bytes()
@@ -88,8 +87,7 @@ class Checkpoints(CommandTest):
         loaded = self.train("--dry-run", "--resume", "old")
         self.assertEqual(loaded.returncode, 0, loaded.stderr)
         run = [word if word != "8" else "9" for word in self.RUN if word not in ("--log", "run.jsonl")]
-        resumed = self.run_command(*run, *synthetic(), "--resume", "old")
-        self.assertEqual(resumed.returncode, 0, resumed.stderr)
+        self.succeed(*run, *synthetic(), "--resume", "old")
 
     def test_rejects_a_second_run_in_a_folder_until_the_first_has_ended(self):
         # The run saves no checkpoint until its end, so the folder is locked and empty on a machine of any
@@ -107,8 +105,7 @@ class Checkpoints(CommandTest):
     def test_a_killed_run_continues_with_other_ranks_and_sharding(self):
         divided = [
             "train", *synthetic(), "--compression", "int8", "--bucket-mb", "0.002", "--checkpoint", "saved",
-            "--checkpoint-every", "2"
-        ]
+            "--checkpoint-every", "2"]
         first = self.train_until(7, *divided, "--shard", "optimizer", "--ranks", 3, "--steps", 100000)
         first.kill()
         first.wait(60)
@@ -116,9 +113,8 @@ class Checkpoints(CommandTest):
         self.assertGreaterEqual(step, 6)
         for ranks, shard in ((2, "optimizer"), (4, "none"), (1, "optimizer"), (3, "none")):
             step += 2
-            again = self.run_command(*divided, "--resume", "saved", "--shard", shard, "--ranks", ranks,
-                                     "--steps", step)
-            self.assertEqual(again.returncode, 0, again.stderr)
+            again = self.succeed(*divided, "--resume", "saved", "--shard", shard, "--ranks", ranks,
+                                 "--steps", step)
             self.assertIn("the sum of their residuals is kept", again.stdout)
             self.assertIn("2 steps in", again.stdout)
 

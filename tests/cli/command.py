@@ -21,8 +21,7 @@ def synthetic(*extra):
     rejects a repeated flag."""
     extra = [str(word) for word in extra]
     kept = [
-        word for i in range(0, len(SYNTHETIC), 2) if SYNTHETIC[i] not in extra for word in SYNTHETIC[i:i + 2]
-    ]
+        word for i in range(0, len(SYNTHETIC), 2) if SYNTHETIC[i] not in extra for word in SYNTHETIC[i:i + 2]]
     return kept + extra
 
 
@@ -59,18 +58,22 @@ class CommandTest(unittest.TestCase):
         """Runs a program in the folder and returns the result. `options` are options of subprocess.run()."""
         return subprocess.run(list(map(str, words)), **{
             "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.folder,
-            "env": self.environment(env), "timeout": 240, **options
-        })
+            "env": self.environment(env), "timeout": 240, **options})
 
     def run_command(self, *arguments, env=None):
         return self.run_words(self.program, *arguments, env=env)
+
+    def succeed(self, *arguments, env=None):
+        """Runs the command, which must succeed and write no error. Returns the result."""
+        result = self.run_command(*arguments, env=env)
+        self.assertEqual((result.returncode, result.stderr), (0, ""), result.stdout[-300:])
+        return result
 
     def spawn(self, *words, env=None, **options):
         """Starts a program in the folder. The program is ended at the end of the test at the latest."""
         process = subprocess.Popen(list(map(str, words)), **{
             "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.folder,
-            "env": self.environment(env), **options
-        })
+            "env": self.environment(env), **options})
         self.addCleanup(lambda: (process.kill(), process.communicate()))
         return process
 
@@ -92,13 +95,23 @@ class CommandTest(unittest.TestCase):
             arguments += ("--rendezvous", f"file://{self.folder}/meeting")
         processes = []
         for rank in range(world):
-            variables = {
-                "RANK": str(rank), "WORLD_SIZE": str(world), **env, **(own_env or {}).get(rank, {})
-            }
-            processes.append(
-                self.spawn(self.program, *arguments, *(own or {}).get(rank, ()), env=variables,
-                           cwd=folders[rank] if folders else self.folder))
+            variables = {"RANK": str(rank), "WORLD_SIZE": str(world), **env, **(own_env or {}).get(rank, {})}
+            processes.append(self.spawn(self.program, *arguments, *(own or {}).get(rank, ()), env=variables,
+                                        cwd=folders[rank] if folders else self.folder))
         return processes
+
+    def ends(self, processes, code=0, *parts):
+        """Waits for the processes. Returns the output and the errors of each.
+
+        Each must end with this code, and with every part in its errors; with code 0 without errors.
+        """
+        ends = [process.communicate(timeout=240) for process in processes]
+        for process, (out, error) in zip(processes, ends):
+            self.assertEqual(process.returncode, code, f"{process.args}: {out[-300:]} {error[-600:]}")
+            self.assertTrue(error == "" or code != 0, error)
+            for part in parts:
+                self.assertIn(part, error)
+        return ends
 
     def records(self, name="run.jsonl"):
         return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]

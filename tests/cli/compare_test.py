@@ -9,20 +9,17 @@ from command import CommandTest, SYNTHETIC, main
 
 class Compare(CommandTest):
     def test_table_and_files(self):
-        result = self.run_command("compare", *SYNTHETIC, "--ranks", 2, "--steps", 3, "--compression", "fp32",
-                                  "--compression", "bf16", "--compression", "powersgd:rank=1", "--json",
-                                  "out.json")
-        self.assertEqual(result.returncode, 0, result.stderr)
+        result = self.succeed("compare", *SYNTHETIC, "--ranks", 2, "--steps", 3, "--compression", "fp32",
+                              "--compression", "bf16", "--compression", "powersgd:rank=1", "--json",
+                              "out.json")
         self.assertEqual(self.files(), ["out.0.jsonl", "out.1.jsonl", "out.2.jsonl", "out.json"])
         runs = json.loads((self.folder / "out.json").read_text())
         self.assertEqual([r["compression"] for r in runs], ["fp32", "bf16", "powersgd:rank=1"])
         for run in runs:
-            self.assertEqual(
-                set(run), {
+            self.assertEqual(set(run), {
                     "compression", "test_accuracy", "test_accuracy_std", "final_loss", "final_loss_std",
                     "step_ms", "images_per_s", "wire_bytes", "wire_bytes_per_element", "dense_bytes", "ratio",
-                    "exposed_comm_ms", "ranks", "device", "link", "schedule", "bucket_mb", "seeds"
-                })
+                    "exposed_comm_ms", "ranks", "device", "link", "schedule", "bucket_mb", "seeds"})
             self.assertEqual(run["dense_bytes"], runs[0]["wire_bytes"])
         self.assertAlmostEqual(runs[0]["ratio"], 1.0)
         self.assertGreater(runs[1]["ratio"], 1.9)
@@ -77,9 +74,8 @@ class Compare(CommandTest):
 
     def compare(self, *arguments):
         steps = [] if "--steps" in arguments else ["--steps", 2]
-        result = self.run_command("compare", *SYNTHETIC, "--ranks", 2, *steps, "--json", "out.json",
-                                  *arguments)
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        result = self.succeed("compare", *SYNTHETIC, "--ranks", 2, *steps, "--json", "out.json",
+                              *arguments)
         return result.stdout, json.loads((self.folder / "out.json").read_text())
 
     def contents(self):
@@ -144,9 +140,8 @@ class Compare(CommandTest):
             self.assertAlmostEqual(row["final_loss_std"], statistics.stdev(losses))
             self.assertAlmostEqual(row["test_accuracy_std"],
                                    statistics.stdev(s["test_accuracy"] for s in row["seeds"]))
-        alone = self.run_command("train", *SYNTHETIC, "--ranks", 2, "--steps", 2, "--compression", "bf16",
-                                 "--seed", 9, "--log", "alone.jsonl")
-        self.assertEqual(alone.returncode, 0, alone.stderr)
+        alone = self.succeed("train", *SYNTHETIC, "--ranks", 2, "--steps", 2, "--compression", "bf16",
+                             "--seed", 9, "--log", "alone.jsonl")
         numbers = lambda log: [(r.get("loss"), r.get("test_loss")) for r in self.records(log)
                                if r["type"] in ("step", "eval")]
         self.assertEqual(numbers("alone.jsonl"), numbers(rows[1]["seeds"][2]["log"]))

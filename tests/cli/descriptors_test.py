@@ -51,11 +51,9 @@ class Descriptors(CommandTest):
             self.assertEqual(resumed.returncode, 0, f"{folder.name}: {resumed.stderr}")
 
     def test_processes_with_all_descriptors_closed(self):
-        ranks = [
-            self.begin("train", *SYNTHETIC, "--steps", 20, "--log", "run.jsonl", "--rendezvous",
-                       f"file://{self.folder}/meeting", closed=(0, 1, 2), RANK=str(r), WORLD_SIZE="3")
-            for r in range(3)
-        ]
+        ranks = [self.begin("train", *SYNTHETIC, "--steps", 20, "--log", "run.jsonl", "--rendezvous",
+                            f"file://{self.folder}/meeting", closed=(0, 1, 2), RANK=str(r), WORLD_SIZE="3")
+                 for r in range(3)]
         self.assertEqual([self.end_of(r) for r in ranks], [0, 0, 0])
         self.check_log(self.folder, 20)
 
@@ -65,8 +63,7 @@ class Descriptors(CommandTest):
             streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, gone: subprocess.PIPE}
             run = subprocess.Popen([
                 self.program, "train", *SYNTHETIC, "--steps", "40", "--log", name, "--checkpoint",
-                f"saved-{gone}"
-            ], env=self.environment(), cwd=self.folder, **streams)
+                f"saved-{gone}"], env=self.environment(), cwd=self.folder, **streams)
             getattr(run, gone).close()
             self.assertEqual(self.end_of(run), 1 if gone == "stdout" else 0, gone)
             self.assertEqual(self.records(name)[-1]["type"], "summary")

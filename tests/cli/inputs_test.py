@@ -75,8 +75,7 @@ class Inputs(CommandTest):
         """Expects the link and the mount to be kept. At the end of the run, the file is deleted, or empty if
         the file cannot be deleted."""
         flags = [
-            "train", *QUICK, "--elastic", "1:2", "--rendezvous", "file://meeting", "--members", "members"
-        ]
+            "train", *QUICK, "--elastic", "1:2", "--rendezvous", "file://meeting", "--members", "members"]
         flags[flags.index("file://meeting")] = f"file://{self.folder}/meeting"
         setups = {"links": "ln -s inner/m1 meeting; ln -s inner/m2 members; mkdir inner"}
         if targets.may_mount():
@@ -85,8 +84,7 @@ class Inputs(CommandTest):
             with self.subTest(name):
                 script = (
                     f'{setup}; for r in 0 1; do RANK=$r WORLD_SIZE=2 "$@" & p="$p $!"; done; for p in $p; do'
-                    " wait $p; done"
-                )
+                    " wait $p; done")
                 words = ["unshare", "-m"] if name == "mounts" else []
                 place = self.folder / name
                 place.mkdir()

@@ -8,15 +8,17 @@ import json
 import os
 import pathlib
 import shutil
+import stat
 import tempfile
 
 import targets
 from command import CommandTest, SYNTHETIC, main
 
 FULL = os.environ.get("GRADWIRE_FULL_SWEEPS") == "1"
-SOME = (targets.LongName, targets.Link, targets.HardLinked, targets.Device, targets.Fifo, targets.BindMount,
-        targets.FullDisk, targets.FileSizeLimit)
-FEW = (targets.Plain, targets.Device, targets.FileSizeLimit)
+SOME = (targets.long_name, targets.link, targets.hard_linked, targets.device, targets.fifo,
+        targets.bind_mount, targets.full_disk, targets.file_size_limit)
+FEW = (targets.device, targets.file_size_limit)
+STREAMS = (targets.standard_output, targets.standard_output_by_name)
 BENCH = "gradwire-bench"
 # Maps the name of a writer to its program, the flags before the file's name, and a word of its output.
 WRITERS = {
@@ -67,62 +69,62 @@ class Outputs(CommandTest):
         self.may_mount = targets.may_mount()
         self.bin = pathlib.Path(self.program).parent
         self.programs = {name: self.bin / name for name in ("gradwire", BENCH)}
-        targets.Target.top = self.bin.parent
+        targets.top = self.bin.parent
         self.run_command("train", *SYNTHETIC, "--steps", 3, "--eval-every", 0, "--checkpoint", "saved",
                          "--checkpoint-every", 2, "--log", "first.jsonl")
         shutil.rmtree(self.folder / "saved" / "step-000000003")
 
+    def expected(self, name, kind, folder):
+        """Returns the target of a writer, which has other ends for some kinds."""
+        target = kind(folder)
+        if name == "resumed --log" and target.code == 0 and os.path.isfile(target.path):
+            file = target.contents or target.path
+            file.write_text((self.folder / "first.jsonl").read_text())
+        if name in LOGS and kind is targets.file_size_limit:  # which truncates the log to no lines
+            return target._replace(made="out.json")
+        if name == "compare":  # of the runs' logs
+            if kind is targets.long_name:
+                return target._replace(code=2, error="File name too long", made="")
+            if target.user and target.code == 0:
+                return target._replace(code=2, error="out.0.jsonl: cannot be written: folder")
+            if target.user:
+                return target._replace(error="")  # a log's error precedes the target's
+        return target
+
     def try_one(self, name, kind):
         program, words, table = WRITERS[name]
-        if kind.needs_root and not self.may_mount:
+        if kind in targets.NEED_ROOT and not self.may_mount:
             return 0
-        if name in LOGS and kind in (targets.StandardOutput, targets.StandardOutputByName, targets.FullDisk):
+        if name in LOGS and kind in (*STREAMS, targets.full_disk):
             return 0  # text and log share a stream; truncating the old log frees room for a short one
-        if kind is targets.StandardOutputByName and name != "schedules":
+        if kind is targets.standard_output_by_name and name != "schedules":
             return 0
-        folder = tempfile.mkdtemp(dir=self.folder)
-        os.chmod(folder, 0o755)
-        target = kind(folder)
-        other_user = issubclass(kind, targets.InAFolderOfAnother)
-        first = (self.folder / "first.jsonl").read_text()
-        if name == "resumed --log" and isinstance(target,
-                                                  targets.Plain) and target.path.exists() and not target.code:
-            (target.source if kind is targets.BindMount else target.path).write_text(first)
-        expected = target.code
-        if other_user and name == "compare" and expected == 0:
-            expected, target.error = 2, "out.0.jsonl: cannot be written: folder"  # of the runs' logs
-        if name == "compare" and kind is targets.FullDisk:
-            target.error = None  # a log's error precedes the target's
-        if name in LOGS and kind is targets.FileSizeLimit:
-            # The size limit truncates the log to no lines.
-            target.check = lambda _test: self.assertEqual(os.listdir(folder), ["out.json"])
-        if name == "compare" and kind is targets.FileSizeLimit:
-            target.check = lambda _test: self.assertEqual(os.listdir(folder), ["out.0.jsonl"])
-        if name == "compare" and kind is targets.LongName:
-            expected, target.error = 2, "File name too long"  # the runs' log names
-            target.check = lambda _test: self.assertEqual(os.listdir(folder), [])
-        command = [f"bin/{program}"] if other_user else [self.programs[program]]
+        folder = pathlib.Path(tempfile.mkdtemp(dir=self.folder))
+        folder.chmod(0o755)
+        target = self.expected(name, kind, folder)
+        before = targets.snapshot(folder, target)
+        command = [f"bin/{program}"] if target.user else [self.programs[program]]
         result = self.run_words(*target.wrapper, *command, *words, target.path, timeout=120,
                                 pass_fds=target.pass_fds)
-        written = None
-        if kind is not targets.FullDisk:
-            written = target.written(result.stdout) if expected == 0 else None
-        self.assertEqual(result.returncode, expected, f"{result.stdout[-300:]} {result.stderr[-600:]}")
-        if expected == 0:
+        self.assertEqual(result.returncode, target.code, f"{result.stdout[-300:]} {result.stderr[-600:]}")
+        written = target.written(result.stdout) if target.code == 0 else None
+        if target.code == 0:
             self.assertEqual(result.stderr, "")
         else:
-            self.assertIn(target.error or "", result.stderr)
+            self.assertIn(target.error, result.stderr)
             self.assertIn(str(target.path).removesuffix(".json"), result.stderr)
-        printed = written if kind is targets.StandardOutputByName else result.stdout
-        if expected != 2:
-            self.assertIn(table, printed)
-        else:
-            self.assertNotIn(table, printed)
+        printed = written if kind is targets.standard_output_by_name else result.stdout
+        self.assertEqual(table in printed, target.code != 2)
         if written is not None:
             self.check_contents(name, kind, written)
-        target.check(self)
-        left = [p.name for p in pathlib.Path(folder).rglob(".gradwire-*")]
-        self.assertEqual(left, [], "temporary files remain")
+        after = targets.snapshot(folder, target)
+        logs = [after.pop(log) for log in list(after) if name == "compare" and log.endswith(".0.jsonl")]
+        self.assertLessEqual(len(logs), 1)
+        made = {n: after.pop(n)[0] for n in after.keys() - before.keys()}
+        self.assertEqual((after, list(made)), (before, [target.made] * bool(target.made)))
+        self.assertTrue(all(map(stat.S_ISREG, made.values())))
+        if kind is targets.full_disk:
+            self.assertEqual((folder / "after").read_text(), targets.BEFORE)
         return 1
 
     def check_contents(self, name, kind, text):
@@ -133,7 +135,7 @@ class Outputs(CommandTest):
             continued = name == "resumed --log" and records[1]["type"] == "step" and records[1]["step"] == 0
             self.assertEqual(steps, [2] if name == "resumed --log" and not continued else [0, 1, 2])
             return
-        if kind in (targets.StandardOutput, targets.StandardOutputByName):
+        if kind in STREAMS:
             at = min(text.index(start) for start in ("\n[", "\n{") if start in text)
             text = text[at:]
         document = json.loads(text)
@@ -144,11 +146,11 @@ class Outputs(CommandTest):
     def test_every_writer_and_target(self):
         cases = 0
         for name in WRITERS:
-            for kind in targets.all_targets():
+            for kind in targets.ALL:
                 chosen = SOME if WRITERS[name][0] == "gradwire" else FEW
                 fastest = name == "schedules" or (name == "train --trace"
-                                                  and kind is targets.ProcessSubstitution)
-                if not (FULL or fastest or (kind in chosen and name not in SLOW) or kind is targets.Plain):
+                                                  and kind is targets.process_substitution)
+                if not (FULL or fastest or (kind in chosen and name not in SLOW) or kind is targets.plain):
                     continue
                 with self.subTest(writer=name, target=kind.__name__):
                     cases += self.try_one(name, kind)
@@ -162,8 +164,7 @@ class Outputs(CommandTest):
                 result = self.run_words(self.programs[program], *words, "-", timeout=120)
                 self.check_contents(name, None, result.stdout)
                 self.assertIn(table, result.stderr)
-        page = self.run_command("report", "first.jsonl", "-o", "-")
-        self.assertEqual((page.returncode, page.stderr), (0, ""))
+        page = self.succeed("report", "first.jsonl", "-o", "-")
         self.assertRegex(page.stdout, r"(?s)^<!doctype html>.*</html>\s*$")
 
     def test_rejects_a_fifo_without_a_reader(self):
@@ -191,10 +192,8 @@ class Outputs(CommandTest):
         if not self.may_mount:
             self.skipTest("needs root and mount namespaces")
         (self.folder / "disk").mkdir()
-        script = (
-            'mount -t tmpfs -o size=16k none disk; "$@" || code=$?; cp disk/run.jsonl after.jsonl; exit'
-            " ${code:-0}"
-        )
+        script = ('mount -t tmpfs -o size=16k none disk; "$@" || code=$?; cp disk/run.jsonl after.jsonl; exit'
+                  " ${code:-0}")
         result = self.run_words("unshare", "-m", "sh", "-ec", script, "sh", self.program, "train", *SYNTHETIC,
                                 "--steps", 100, "--eval-every", 0, "--log", "disk/run.jsonl", "--trace",
                                 "disk/trace.json", "--dump-gradients", "99:disk/gradients")
@@ -220,10 +219,8 @@ class Outputs(CommandTest):
     def test_runs_continue_when_old_checkpoints_cannot_be_removed(self):
         if not self.may_mount:
             self.skipTest("needs root and mount namespaces")
-        flags = [
-            *SYNTHETIC, "--eval-every", "0", "--checkpoint", "saved", "--checkpoint-every", "2",
-            "--checkpoint-keep", "1"
-        ]
+        flags = [*SYNTHETIC, "--eval-every", "0", "--checkpoint", "saved", "--checkpoint-every", "2",
+                 "--checkpoint-keep", "1"]
         run = f'"{self.program}" train ' + " ".join(flags)
         cases = {  # the setup of the folder, the warning, and the files at the end
             # A folder of the lower layer can be removed but not renamed.
@@ -248,8 +245,7 @@ class Outputs(CommandTest):
             with self.subTest(name):
                 script = (
                     f"{setup}; {run} --resume saved --steps 6; {run} --resume saved --steps 8 --lr 0.001; ls"
-                    " saved"
-                )
+                    " saved")
                 folder = self.folder / name
                 folder.mkdir()
                 shutil.copytree(self.folder / "saved", folder / "saved")
@@ -270,6 +266,7 @@ class Outputs(CommandTest):
         first.wait()
         self.assertEqual(self.run_command(*flags, "--steps", 3).returncode, 0)
         self.assertEqual(self.run_command(*flags, "--steps", 3, "--resume", "saved").returncode, 0)
+
 
 if __name__ == "__main__":
     main()

@@ -61,8 +61,7 @@ class ReportTest(CommandTest):
         (self.folder / name).write_text(json.dumps(rows))
 
     def report(self, *files, name="report.html"):
-        result = self.run_command("report", *files, "-o", name)
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        result = self.succeed("report", *files, "-o", name)
         self.assertIn(f"Report: {name}, ", result.stdout)
         page = (self.folder / name).read_text()
         self.assertLess(len(page.encode()), LARGEST_PAGE)
@@ -192,8 +191,7 @@ class BadInput(ReportTest):
                           {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
                           {"GRADWIRE_PYTHON": self.script(f'echo hi; exec "{sys.executable}" "$@"')}):
             with self.subTest(variables):
-                result = self.run_command("report", log, "-o", "again.html", env=variables)
-                self.assertEqual((result.returncode, result.stderr), (0, ""))
+                self.succeed("report", log, "-o", "again.html", env=variables)
                 self.assertEqual((self.folder / "again.html").read_bytes(), page)
 
     @unittest.skipUnless(has_plotly, "plotly is not installed")

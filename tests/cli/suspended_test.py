@@ -3,7 +3,6 @@
 jobs continue. If only some ranks are stopped, the other ranks report the stopped ranks as missing."""
 import os
 import signal
-import sys
 import time
 
 from command import CommandTest, SMALL, main
@@ -11,8 +10,7 @@ from command import CommandTest, SMALL, main
 TIMEOUT_S, SUSPENDED_S = 5, 7
 ENDLESS = [
     "train", "--data", "synthetic:256", "--batch-size", 16, *SMALL, "--steps", 10_000_000, "--timeout-s",
-    TIMEOUT_S
-]
+    TIMEOUT_S]
 TIMES = 8 if os.environ.get("GRADWIRE_FULL_SWEEPS") else 2
 
 
