@@ -40,8 +40,7 @@ class Collectives(BenchTest):
                          [(size, spec, schedule) for size in (1000, 64000) for spec in specs
                           for schedule in ("ring", "tree", "two_shot", "hierarchical")])
         errors = {
-            "fp32": (1e-9, 1e-6), "bf16": (1e-3, 1e-2), "fp8": (1e-2, 1e-1), "powersgd:rank=2": (0.5, 1.1)
-        }
+            "fp32": (1e-9, 1e-6), "bf16": (1e-3, 1e-2), "fp8": (1e-2, 1e-1), "powersgd:rank=2": (0.5, 1.1)}
         for row in rows:
             self.assertIsNone(row["baseline_time_us"])
             least, most = errors[row["spec"].removesuffix(",wire=bf16")]
@@ -118,17 +117,9 @@ class Collectives(BenchTest):
             self.assertGreater(row["baseline_time_us"], 0)
 
     def test_started_by_a_launcher(self):
-        common = [
-            self.program, "collectives", "-b", "4K", "-e", "4K", *map(str, QUICK), "--schedule", "two_shot",
-            "--no-baseline", *compressions("bf16"), "--rendezvous", f"file://{self.folder}/meet", "--json",
-            "out.json"
-        ]
-        ranks = [
-            subprocess.Popen(common, env=self.environment({"RANK": str(r), "WORLD_SIZE": "2"}),
-                             cwd=self.folder, stdout=subprocess.PIPE, text=True) for r in range(2)
-        ]
-        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
-        self.assertEqual([rank.returncode for rank in ranks], [0, 0])
+        outputs = [output for output, _ in self.ends(self.start(
+            2, "collectives", "-b", "4K", "-e", "4K", *QUICK, "--schedule", "two_shot", "--no-baseline",
+            *compressions("bf16"), "--json", "out.json"))]
         self.assertIn("two_shot", outputs[0])
         self.assertEqual(outputs[1], "")
         rows = self.written()
@@ -224,8 +215,7 @@ class ShapedLink(BenchTest):
         self.assertIn("[host 1] I am 1 of 2", failed.stderr)
         script = subprocess.Popen([
             self.root / "bench/harness/shaped_link.sh", "--hosts", "2", "--", "sh", "-c",
-            "echo up; exec sleep 98765"
-        ], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            "echo up; exec sleep 98765"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self.assertEqual(script.stdout.readline(), "up\n")
         self.assertEqual(len(self.namespaces(script)), 3)
         script.terminate()

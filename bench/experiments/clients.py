@@ -6,7 +6,6 @@ of 29.9 million parameters. Continues an interrupted run. --render FILE writes t
 """
 import json
 import os
-import pathlib
 import re
 import statistics
 import sys

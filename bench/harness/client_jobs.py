@@ -47,44 +47,18 @@ def _regression() -> Problem:
     return Problem(network, examples, nn.functional.mse_loss, 8, 4, 0.1, 0.01)
 
 
-class Decoder(nn.Module):
-    """The language model of harness/pytorch_training.py, with the names that torchtitan's models have."""
-
-    enable_weight_tying = False
-
-    def __init__(self, width: int, depth: int, words: int, length: int) -> None:
-        super().__init__()
-        from harness.pytorch_training import Block
-        self.tok_embeddings = nn.Embedding(words, width)
-        self.position = nn.Parameter(torch.zeros(length, width))
-        self.layers = nn.ModuleDict({str(i): Block(width) for i in range(depth)})
-        self.norm, self.lm_head = nn.LayerNorm(width), nn.Linear(width, words)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tok_embeddings(tokens) + self.position
-        for block in self.layers.values():
-            x = block(x)
-        return self.lm_head(self.norm(x))
-
-
 def _language(size: str, batch: int, steps: int) -> Problem:
-    def sizes() -> Dict[str, int]:
-        from harness import pytorch_training
-        found: Dict[str, int] = getattr(pytorch_training, size)
-        return found
+    from harness import pytorch_training
+    sizes: Dict[str, int] = getattr(pytorch_training, size)
 
     def network() -> nn.Module:
         torch.manual_seed(1)
-        return Decoder(**sizes())
+        return pytorch_training.Transformer(**sizes)
 
     def examples(number: int, seed: int) -> Tensors:
-        """Returns words that depend on the previous word, with noise."""
-        words, generator = sizes()["words"], torch.Generator().manual_seed(seed)
-        tokens = [torch.randint(words, (number,), generator=generator)]
-        while len(tokens) <= sizes()["length"]:
-            tokens.append((7 * tokens[-1] + torch.randint(3, (number,), generator=generator)) % words)
-        all_tokens = torch.stack(tokens, dim=1)
-        return all_tokens[:, :-1], all_tokens[:, 1:]
+        tokens = pytorch_training.sentences(number, sizes["words"], sizes["length"],
+                                            torch.Generator().manual_seed(seed))
+        return tokens[:, :-1], tokens[:, 1:]
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())

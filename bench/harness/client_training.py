@@ -18,7 +18,7 @@ from torch import nn
 if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # bench/
 from harness import client_ray  # noqa: E402
-from harness.client_jobs import PROBLEMS, Decoder, Job, Record, ranks, train_loop  # noqa: E402
+from harness.client_jobs import PROBLEMS, Job, Record, ranks, train_loop  # noqa: E402
 
 # ---- Frameworks with their own loop ------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ def fsdp2(job: Job) -> Record:
     accelerator = Accelerator(cpu=True)
 
     def shard(model: nn.Module) -> None:
-        blocks = model.layers.values() if isinstance(model, Decoder) else model
+        blocks = model.layers.values() if hasattr(model, "layers") else model
         for block in [*blocks, model]:
             if any(True for _ in block.parameters()):
                 fully_shard(block)

@@ -47,17 +47,30 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
+    """A language model with the names of torchtitan's models."""
+
+    enable_weight_tying = False
+
     def __init__(self, width, depth, words, length):
         super().__init__()
-        self.embedding, self.position = nn.Embedding(words, width), nn.Parameter(torch.zeros(length, width))
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
+        self.tok_embeddings = nn.Embedding(words, width)
+        self.position = nn.Parameter(torch.zeros(length, width))
+        self.layers = nn.ModuleDict({str(i): Block(width) for i in range(depth)})
+        self.norm, self.lm_head = nn.LayerNorm(width), nn.Linear(width, words)
 
     def forward(self, tokens):
-        x = self.embedding(tokens) + self.position
-        for block in self.blocks:
+        x = self.tok_embeddings(tokens) + self.position
+        for block in self.layers.values():
             x = block(x)
-        return self.head(self.norm(x))
+        return self.lm_head(self.norm(x))
+
+
+def sentences(number, words, length, generator):
+    """Returns (number, length + 1) words. A word depends on the previous word, with noise."""
+    tokens = [torch.randint(words, (number,), generator=generator)]
+    while len(tokens) <= length:
+        tokens.append((7 * tokens[-1] + torch.randint(3, (number,), generator=generator)) % words)
+    return torch.stack(tokens, dim=1)
 
 
 def shard(model, item):
@@ -67,7 +80,7 @@ def shard(model, item):
     if "replicas" in item:
         mesh = init_device_mesh("cpu", (item["replicas"], WORLD // item["replicas"]),
                                 mesh_dim_names=("replicas", "shards"))
-    for module in (*model.blocks, model):
+    for module in (*model.layers.values(), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     return model, compress(model, timeout_s=TIMEOUT_S, **item["ours"]) if "ours" in item else None
 
@@ -106,13 +119,8 @@ class Run:
                                              momentum=item.get("momentum", 0))
 
     def batch(self, number, rank=RANK):
-        """Returns (batch_size, length + 1) words. A word depends on the previous word, with noise."""
         generator = torch.Generator().manual_seed(self.item.get("seed", 0) * 1_000_003 + number * 64 + rank)
-        tokens = [torch.randint(self.words, (self.batch_size,), generator=generator)]
-        while len(tokens) <= self.length:
-            noise = torch.randint(3, (self.batch_size,), generator=generator)
-            tokens.append((7 * tokens[-1] + noise) % self.words)
-        return torch.stack(tokens, dim=1)
+        return sentences(self.batch_size, self.words, self.length, generator)
 
     def loss(self, tokens):
         logits = self.model(tokens[:, :-1]).float()
