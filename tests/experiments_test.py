@@ -77,11 +77,9 @@ class Experiments(unittest.TestCase):
         self.assertEqual([line.split("  ")[0].strip() for line in nothing], ["not measured"] * 3)
 
     def test_the_sweep_chooses_by_medians_and_ignores_what_failed(self):
-        items = [
-            self.item("gradwire", "fp32", [30, 31, 90], 4, "sweep"),
-            self.item("gradwire", "fp32", [29, 40, 50], 8, "sweep"),
-            self.item("gradwire", "fp32", None, 2, "sweep", error="no")
-        ]
+        items = [self.item("gradwire", "fp32", [30, 31, 90], 4, "sweep"),
+                 self.item("gradwire", "fp32", [29, 40, 50], 8, "sweep"),
+                 self.item("gradwire", "fp32", None, 2, "sweep", error="no")]
         self.assertEqual(self.slow_links.best_bucket_mb(items, "gradwire", "fp32", 16), 4)
         self.assertEqual(self.slow_links.best_bucket_mb(items, "pytorch", "fp32", 16), 16)
         one = [*items, self.item("gradwire", "fp32", [20], None, "sweep")]

@@ -18,10 +18,8 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "integrations"))
 from launch import free_port  # noqa: E402
 
-MODEL = [
-    "--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "--mlp", "32", "--data",
-    "synthetic:512", "--batch-size", "8", "--seed", "4", "--log-every", "1000"
-]
+MODEL = ["--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "--mlp", "32", "--data",
+         "synthetic:512", "--batch-size", "8", "--seed", "4", "--log-every", "1000"]
 # Each kind is (kind of ranks, number of ranks, flags). Ranks are threads or processes.
 KINDS = [
     ("threads", 3, ["--compression", "powersgd:rank=2,wire=bf16", "--augment", "flip,crop"]),
@@ -34,10 +32,8 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 def start(gradwire: str, kind: str, ranks: int, flags: list[str],
           folder: pathlib.Path) -> list[subprocess.Popen]:
-    clean = {
-        k: v
-        for k, v in os.environ.items() if k not in LAUNCHERS and not k.startswith(("SLURM_", "OMPI_"))
-    }
+    clean = {k: v
+             for k, v in os.environ.items() if k not in LAUNCHERS and not k.startswith(("SLURM_", "OMPI_"))}
     command = [gradwire, "train", *MODEL, *flags]
     quiet = dict(cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if kind == "threads":
@@ -81,8 +77,7 @@ def torture(gradwire: str, kind: str, ranks: int, flags: list[str], kills: int, 
         whole_s = time.monotonic() - begin
         again = [
             *flags, "--log", "killed.jsonl", "--checkpoint", "saved", "--checkpoint-every", "7", "--resume",
-            "saved", "--timeout-s", "20"
-        ]
+            "saved", "--timeout-s", "20"]
         killed = ended = 0
         while killed < kills:
             processes = start(gradwire, kind, ranks, again, folder)

@@ -33,10 +33,9 @@ class Plots(unittest.TestCase):
         return [p.name for p in self.pareto.pareto_front(self.pareto.points_of(list(rows)))]
 
     def test_the_front_is_what_nothing_beats_with_as_few_bytes(self):
-        self.assertEqual(
-            self.front(self.row("fp32", 4, 0.90), self.row("a", 1, 0.88), self.row("b", 1, 0.89),
-                       self.row("c", 2, 0.89), self.row("d", 0.1, 0.5), self.row("e", 3, 0.95)),
-            ["d", "b", "e"])
+        self.assertEqual(self.front(self.row("fp32", 4, 0.90), self.row("a", 1, 0.88), self.row("b", 1, 0.89),
+                                    self.row("c", 2, 0.89), self.row("d", 0.1, 0.5), self.row("e", 3, 0.95)),
+                         ["d", "b", "e"])
         self.assertEqual(self.front(self.row("fp32", 4, 0.9), self.row("diverged", 1, None)), ["fp32"])
         with self.assertRaisesRegex(SystemExit, "nothing was sent"):
             self.front(self.row("fp32", 0, 0.9))
@@ -67,8 +66,7 @@ class Plots(unittest.TestCase):
     def test_both_pictures_are_drawn_from_the_logs_that_the_table_names(self):
         records = [{
             "type": "run", "compression": "bf16", "model": {"name": "vit_tiny"}, "data": "synthetic:64",
-            "ranks": 4, "device": "host", "batch_size": 8, "steps": 2, "schedule": "ring"
-        }]
+            "ranks": 4, "device": "host", "batch_size": 8, "steps": 2, "schedule": "ring"}]
         records += [{"type": "step", "step": s, "loss": 2 - s, "step_ms": 10, "wire_bytes": 100}
                     for s in range(2)]
         records += [{"type": "eval", "step": 2, "test_accuracy": 0.9}, {"type": "summary", "ratio": 2.0}]
@@ -80,8 +78,7 @@ class Plots(unittest.TestCase):
             (self.folder / "out.json").write_text(json.dumps(table))
             drawn = subprocess.run([
                 sys.executable, ROOT / "bench/plots/plot.py", self.folder / "out.json", "-o",
-                self.folder / f"{name}.png"
-            ], capture_output=True, text=True, timeout=120)
+                self.folder / f"{name}.png"], capture_output=True, text=True, timeout=120)
             self.assertEqual((drawn.returncode, drawn.stderr), (0, ""))
             self.assertGreater((self.folder / f"{name}.png").stat().st_size, 10000)
         self.assertNotEqual((self.folder / "points.png").read_bytes(),

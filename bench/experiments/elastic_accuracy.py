@@ -37,8 +37,7 @@ class Run:
             gradwire, "train", "--model", "vit_tiny", "--data", data, "--batch-size", "64", "--optimizer",
             "adamw", "--lr", "2e-3", "--steps", str(steps), "--log-every", "10", "--log", "run.jsonl",
             "--seed", str(seed), "--compression", spec, "--elastic", f"{WORLD - 1}:{WORLD}", "--device",
-            "host", "--timeout-s", "120"
-        ]
+            "host", "--timeout-s", "120"]
 
     def records(self):
         path = self.folder / "run.jsonl"
@@ -71,8 +70,7 @@ class Run:
         """Runs the training. Returns the accuracy, and the records of lost and admitted ranks."""
         ranks = [
             self.start("--rendezvous", f"file://{self.folder}/meeting", "--members", "members", RANK=str(r),
-                       WORLD_SIZE=str(WORLD)) for r in range(WORLD)
-        ]
+                       WORLD_SIZE=str(WORLD)) for r in range(WORLD)]
         try:
             if self.fate != "undisturbed":
                 self.wait_for(self.loss_at, ranks)

@@ -75,14 +75,12 @@ def settings(name, experiment, options, items):
     versions = {module: getattr(sys.modules.get(module), "__version__", None)
                 for module in ("gradwire", "jax", "torch")}
     chosen = {option: getattr(options, option) for option in experiment.options}
-    return {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": ranks.commit(),
-        "command": f"bench/experiments/run.py {' '.join(sys.argv[1:])}", "cpu": ranks.cpu(),
-        "cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version(),
-        "load": os.getloadavg()[0], **{module: v for module, v in versions.items() if v},
-        **{option: str(v) if isinstance(v, pathlib.Path) else v for option, v in chosen.items()},
-        **experiment.settings(options, items)
-    }
+    return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": ranks.commit(),
+            "command": f"bench/experiments/run.py {' '.join(sys.argv[1:])}", "cpu": ranks.cpu(),
+            "cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version(),
+            "load": os.getloadavg()[0], **{module: v for module, v in versions.items() if v},
+            **{option: str(v) if isinstance(v, pathlib.Path) else v for option, v in chosen.items()},
+            **experiment.settings(options, items)}
 
 
 def measure(name, experiment, options):

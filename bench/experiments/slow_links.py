@@ -193,8 +193,7 @@ def settings(options, items):
         "model": SMOKE_MODEL if options.smoke else MODEL, "parameters": first["gradwire"].get("parameters"),
         "baseline_parameters": first["pytorch"].get("parameters"), "torch": first["pytorch"].get("torch"),
         "torchvision": first["pytorch"].get("torchvision"),
-        "gradwire": ranks.output_of(options.gradwire, "--version")
-    }
+        "gradwire": ranks.output_of(options.gradwire, "--version")}
 
 
 # ---- Results -----------------------------------------------------------------------------------------------
@@ -243,8 +242,7 @@ def page_text(result, traced=(), picture=True):
         f"{s['parameters']:,} parameters, batch {s['batch_size']} per host. " + share_text(result),
         *(["![Speed of every mode](experiments.png)"] if picture else []),
         report.markdown(main_table(result)),
-        "Goals:\n\n" + report.markdown([["goal", "measured", "at least", ""], *goals(result)])
-    ]
+        "Goals:\n\n" + report.markdown([["goal", "measured", "at least", ""], *goals(result)])]
     first, *others = (f"{title}:\n\n{report.markdown(table)}" for title, table in sections(result))
     parts.append(first)
     if traced:

@@ -82,8 +82,7 @@ def existence_only(case):
     for key in ("where", "over"):
         if key in case:
             changed[key] = {
-                **case[key], **({"size_bytes": smoke.SIZE_BYTES} if "size_bytes" in case[key] else {})
-            }
+                **case[key], **({"size_bytes": smoke.SIZE_BYTES} if "size_bytes" in case[key] else {})}
     return {**case, **changed}
 
 

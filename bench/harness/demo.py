@@ -41,10 +41,8 @@ def human_bytes(value):
 
 def table(rows):
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [
-        "  ".join(cell.ljust(width) if at == 0 else cell.rjust(width)
-                  for at, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows
-    ]
+    lines = ["  ".join(cell.ljust(width) if at == 0 else cell.rjust(width)
+                       for at, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
@@ -117,8 +115,7 @@ def run(extra):
     links = str(FOLDER / "links.json")
     for command, missing in (
         ([sys.executable, "bench/plots/plot.py", links, "-o", str(FOLDER / "report.png")], "no picture"),
-        ([PROGRAM, "report", links, "-o", str(FOLDER / "report.html")], "no page")
-    ):
+        ([PROGRAM, "report", links, "-o", str(FOLDER / "report.html")], "no page")):
         if subprocess.run(command).returncode:
             print(f"demo: {missing}", flush=True)
     print(f"Records: {FOLDER}/*.json and {FOLDER}/*.jsonl (docs/formats.md)\n")

@@ -114,9 +114,8 @@ def goals(result):
     found.append((f"PowerSGD (rank {fastest[1]}), relative to own FP32 with one bucket",
                   ratio(base, fastest[0]), 5))
     if products := result.better("gradwire", "powersgd4-products"):
-        found.append(
-            ("PowerSGD rank 4, products in BF16, relative to FP32 with one bucket, products in BF16",
-             ratio(result.cell("gradwire", "fp32-products", "one"), products), 5))
+        found.append(("PowerSGD rank 4, products in BF16, relative to FP32 with one bucket, products in BF16",
+                      ratio(result.cell("gradwire", "fp32-products", "one"), products), 5))
     for name, buckets, ours, theirs in result.rows():
         if theirs:
             where = {"one": ", one bucket", "many": ", buckets", "better": ""}[buckets]

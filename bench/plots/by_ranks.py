@@ -2,13 +2,11 @@
 from plots.style import FAINT, INK, RUN_COLORS, FuncFormatter, NullLocator, finish, log_axis, style, subplots
 
 # Schedule, its label, color and line style.
-SCHEDULE_LINES = [
-    ("ring", "ring", "#d55e00", "-"),
-    ("tree", "tree", "#e69f00", "-"),
-    ("hierarchical", "hierarchical", "#009e73", "-"),
-    ("hierarchical,intra_node=fp32", "hierarchical,\nFP32 inside nodes", "#56b4e9", "--"),
-    ("two_shot", "two-shot", "#0072b2", "-"),
-]
+SCHEDULE_LINES = [("ring", "ring", "#d55e00", "-"),
+                  ("tree", "tree", "#e69f00", "-"),
+                  ("hierarchical", "hierarchical", "#009e73", "-"),
+                  ("hierarchical,intra_node=fp32", "hierarchical,\nFP32 inside nodes", "#56b4e9", "--"),
+                  ("two_shot", "two-shot", "#0072b2", "-")]
 
 
 def by_ranks(axis, ticks):

@@ -125,11 +125,9 @@ def draw(rows, title, path):
     top = max(p.accuracy + p.spread for p in points)
     room = max(0.06 * (top - lowest), 0.05)
     axis.set_ylim(lowest - room, top + 2 * room)
-    handles = [
-        plt.Line2D([], [], color=FRONT, linewidth=1.6),
-        plt.Line2D([], [], color=OTHER, marker="o", linestyle=""),
-        plt.Line2D([], [], color=OTHER, marker="o", linestyle="", markerfacecolor="white")
-    ]
+    handles = [plt.Line2D([], [], color=FRONT, linewidth=1.6),
+               plt.Line2D([], [], color=OTHER, marker="o", linestyle=""),
+               plt.Line2D([], [], color=OTHER, marker="o", linestyle="", markerfacecolor="white")]
     figure.legend(handles, [
         "Pareto front: nothing is more accurate with fewer bytes", "round to nearest", "stochastic rounding"
     ], loc="upper right", bbox_to_anchor=(0.985, 0.985), frameon=False, fontsize=9.5, labelcolor=FAINT)

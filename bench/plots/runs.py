@@ -6,13 +6,11 @@ import statistics
 from plots.style import FAINT, INK, RUN_COLORS, finish, human_bytes, log_axis, plt, style, subplots
 
 # The parts of a step in order. Exposed communication is highlighted.
-PARTS = [
-    ("data_ms", "data", "#d1d5db"),
-    ("forward_ms", "forward", "#9db7d5"),
-    ("backward_ms", "backward", "#4f7cac"),
-    ("exposed_comm_ms", "waiting for communication", "#d1495b"),
-    ("optimizer_ms", "optimizer", "#edae49"),
-]
+PARTS = [("data_ms", "data", "#d1d5db"),
+         ("forward_ms", "forward", "#9db7d5"),
+         ("backward_ms", "backward", "#4f7cac"),
+         ("exposed_comm_ms", "waiting for communication", "#d1495b"),
+         ("optimizer_ms", "optimizer", "#edae49")]
 
 
 class Run:

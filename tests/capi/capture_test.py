@@ -53,10 +53,8 @@ def main() -> int:
         ]
         result = subprocess.run(run, capture_output=True, text=True, timeout=120)
         passed = re.search(r"\[  PASSED  \] (\d+) tests", result.stdout)
-        print(
-            f"{len(traps)} traps; rc {result.returncode};"
-            f" {passed.group(0) if passed else result.stdout[-500:]}"
-        )
+        print(f"{len(traps)} traps; rc {result.returncode};"
+              f" {passed.group(0) if passed else result.stdout[-500:]}")
         print(result.stderr[-2000:])
     return 0 if result.returncode == 0 and passed is not None and int(
         passed.group(1)) >= 4 and len(traps) > 100 else 1

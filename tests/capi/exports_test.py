@@ -28,11 +28,9 @@ def main() -> int:
     exported = {name.split("@")[0] for _, name in symbols(library, "--defined-only")}
     declared = set(re.findall(r"GW_API [^;(]*?\b(gw_\w+)\(", header.read_text()))
     failures += [
-        f"exported, but not declared in {header.name}: {name}" for name in sorted(exported - declared)
-    ]
+        f"exported, but not declared in {header.name}: {name}" for name in sorted(exported - declared)]
     failures += [
-        f"declared in {header.name}, but not exported: {name}" for name in sorted(declared - exported)
-    ]
+        f"declared in {header.name}, but not exported: {name}" for name in sorted(declared - exported)]
     print(f"{len(exported)} symbols exported, {len(declared)} declared")
     if len(declared) <= 10:
         failures.append(f"only {len(declared)} functions found in {header.name}")
@@ -46,10 +44,8 @@ def main() -> int:
         failures.append(f"the soname is not {expected}")
     needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
     print(f"needs {' '.join(needed)}")
-    failures += [
-        f"needs {name}, of which a program may hold another copy" for name in needed
-        if not RUNTIMES.fullmatch(name)
-    ]
+    failures += [f"needs {name}, of which a program may hold another copy" for name in needed
+                 if not RUNTIMES.fullmatch(name)]
 
     # The loader must find names of kind "U". Names of kind "w", such as __gmon_start__, may be missing. Any
     # library could define a name without a version.

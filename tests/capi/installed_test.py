@@ -83,10 +83,8 @@ def main() -> None:
             for rendezvous in (f"tcp://127.0.0.1:{free_port()}", f"file://{folder}/meet"):
                 for example in ("allreduce", "overlap"):
                     print("+", example, rendezvous, "as two processes", flush=True)
-                    ranks = [
-                        subprocess.Popen([build / example, rendezvous,
-                                          str(rank), "2"]) for rank in range(2)
-                    ]
+                    ranks = [subprocess.Popen([build / example, rendezvous,
+                                               str(rank), "2"]) for rank in range(2)]
                     try:
                         codes = [rank.wait(timeout=120) for rank in ranks]
                     finally:

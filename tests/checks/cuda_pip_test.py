@@ -57,10 +57,8 @@ class CudaPip(unittest.TestCase):
     def run_script(self, *arguments, fails=""):
         return subprocess.run(
             ["bash", self.folder / "scripts" / "cuda_pip.sh", *arguments], capture_output=True, text=True,
-            env={
-                "PATH": "/usr/bin:/bin", "PYTHON": str(self.folder / "python"), "PIP_CALLS": str(self.calls),
-                "PIP_FAILS": fails
-            })
+            env={"PATH": "/usr/bin:/bin", "PYTHON": str(self.folder / "python"), "PIP_CALLS": str(self.calls),
+                 "PIP_FAILS": fails})
 
     def number_of_calls(self):
         return len(self.calls.read_text().splitlines())

@@ -54,8 +54,7 @@ class GpuCheck(unittest.TestCase):
     def environment(self, **more):
         return {
             **os.environ, "PATH": f"{self.tools}:{os.environ['PATH']}", "GPU_CHECK_PYTHON": str(self.python),
-            **more
-        }
+            **more}
 
     def command(self, *args):
         return ["bash", str(self.folder / "scripts" / "gpu_check.sh"), *args]

@@ -63,15 +63,12 @@ class MachineCodeTest(unittest.TestCase):
         self.assertEqual(hot.instructions, 5)
 
     def test_adjacent_stores_of_one_thread_fill_half_sectors(self):
-        self.assertEqual(
-            self.hot("STG.E.128 desc[UR4][R2.64], R8", "STG.E.128 desc[UR4][R2.64+0x10], R12",
-                     "EXIT").half_sector, 1)
-        self.assertEqual(
-            self.hot("STG.E.128 desc[UR4][R2.64+-0x10], R8", "STG.E.128 desc[UR4][R2.64], R12",
-                     "EXIT").half_sector, 1)
-        self.assertEqual(
-            self.hot("STG.E.128 desc[UR4][R2.64], R8", "STG.E.128 desc[UR4][R2.64+0x200], R12",
-                     "EXIT").half_sector, 0)
+        self.assertEqual(self.hot("STG.E.128 desc[UR4][R2.64], R8", "STG.E.128 desc[UR4][R2.64+0x10], R12",
+                                  "EXIT").half_sector, 1)
+        self.assertEqual(self.hot("STG.E.128 desc[UR4][R2.64+-0x10], R8", "STG.E.128 desc[UR4][R2.64], R12",
+                                  "EXIT").half_sector, 1)
+        self.assertEqual(self.hot("STG.E.128 desc[UR4][R2.64], R8", "STG.E.128 desc[UR4][R2.64+0x200], R12",
+                                  "EXIT").half_sector, 0)
 
     def test_vectors_stored_word_by_word_are_found(self):
         load = "LDG.E.128 R8, desc[UR4][R2.64]"

@@ -86,8 +86,7 @@ def numbers() -> Dict[str, Tuple[str, Callable[[Any], Any]]]:
                            lambda **o: gradwire.torch.compress(ddp, **o)),
         "torch.communicator": ("device:int32 timeout_s:seconds", gradwire.torch.communicator),
         "torch.Dion": ("rank:in_a_spec seed:in_a_spec mu:in_a_spec", lambda **o: gradwire.torch.Dion(
-            [torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.float32))], comm=comm, **o)),
-    }
+            [torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.float32))], comm=comm, **o))}
     if TODAY:
         functions["torch.register_backend"] = "min_bytes:int64", gradwire.torch.register_backend
         functions["fsdp.compress"] = ("timeout_s:limit seed:uint64",
@@ -243,8 +242,7 @@ def look_alikes() -> Dict[str, Tuple[Any, Any]]:
         "quantized": (torch.quantize_per_tensor(f32, 1.0, 0, torch.qint8), TypeError),
         "double": (f32.double(), TypeError), "wrapper": (Dispatched(), TypeError),
         "expanded": (f32[:1].expand(4), ValueError), "released": (released(), ValueError),
-        "uninitialized": (torch.nn.parameter.UninitializedParameter(), TypeError),
-    }
+        "uninitialized": (torch.nn.parameter.UninitializedParameter(), TypeError)}
     if TODAY:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.distributed.device_mesh import init_device_mesh
@@ -282,26 +280,24 @@ class Arrays(unittest.TestCase):
         """Returns every public call that takes memory, for each of its arrays."""
         reducer, a, b = gradwire.Reducer(comm, "fp32", [("w", 4, 1)]), zeros(), zeros()
         self.addCleanup(reducer.close)
-        return {
-            "gradwire.allreduce_": lambda x: gradwire.allreduce_(x),
-            "gradwire.allreduce_(comm)": lambda x: gradwire.allreduce_(x, comm=comm),
-            "gradwire.torch.allreduce_": lambda x: gradwire.torch.allreduce_(x),
-            "allreduce_": lambda x: comm.allreduce_(x),
-            "allreduce_'s residual": lambda x: comm.allreduce_(a, "int8", residual=x),
-            "broadcast_": lambda x: comm.broadcast_(x),
-            "reduce_scatter's output": lambda x: comm.reduce_scatter(x, a),
-            "reduce_scatter's input": lambda x: comm.reduce_scatter(a, x),
-            "reduce_scatter's residual": lambda x: comm.reduce_scatter(a, b, residual=x),
-            "all_gather's output": lambda x: comm.all_gather(x, a),
-            "all_gather's input": lambda x: comm.all_gather(a, x),
-            "all_gather's residual": lambda x: comm.all_gather(a, b, residual=x),
-            "all_gather_update's replica": lambda x: comm.all_gather_update(x, a),
-            "all_gather_update's master": lambda x: comm.all_gather_update(a, x),
-            "start": lambda x: comm.start(comm.allreduce_, x),
-            "start of a reducer": lambda x: comm.start(reducer.allreduce, [x]),
-            "Reducer.allreduce": lambda x: reducer.allreduce([x]),
-            "choose": lambda x: gradwire.choose(comm, ["fp32"], {"w": x}),
-        }
+        return {"gradwire.allreduce_": lambda x: gradwire.allreduce_(x),
+                "gradwire.allreduce_(comm)": lambda x: gradwire.allreduce_(x, comm=comm),
+                "gradwire.torch.allreduce_": lambda x: gradwire.torch.allreduce_(x),
+                "allreduce_": lambda x: comm.allreduce_(x),
+                "allreduce_'s residual": lambda x: comm.allreduce_(a, "int8", residual=x),
+                "broadcast_": lambda x: comm.broadcast_(x),
+                "reduce_scatter's output": lambda x: comm.reduce_scatter(x, a),
+                "reduce_scatter's input": lambda x: comm.reduce_scatter(a, x),
+                "reduce_scatter's residual": lambda x: comm.reduce_scatter(a, b, residual=x),
+                "all_gather's output": lambda x: comm.all_gather(x, a),
+                "all_gather's input": lambda x: comm.all_gather(a, x),
+                "all_gather's residual": lambda x: comm.all_gather(a, b, residual=x),
+                "all_gather_update's replica": lambda x: comm.all_gather_update(x, a),
+                "all_gather_update's master": lambda x: comm.all_gather_update(a, x),
+                "start": lambda x: comm.start(comm.allreduce_, x),
+                "start of a reducer": lambda x: comm.start(reducer.allreduce, [x]),
+                "Reducer.allreduce": lambda x: reducer.allreduce([x]),
+                "choose": lambda x: gradwire.choose(comm, ["fp32"], {"w": x})}
 
     def test_what_only_looks_like_an_array_is_refused_before_any_call(self) -> None:
         call = gradwire._native.call

@@ -35,16 +35,14 @@ def ours(path: str) -> dict:
     exact = sum(x * y for x, y in zip(a[:n], b[:n]))
     return {
         "kernels": about.kernels.decode(), "error": about.error, "bits": hashlib.sha256(bytes(c)).hexdigest(),
-        "off_by": abs(c[0] - exact)
-    }
+        "off_by": abs(c[0] - exact)}
 
 
 def theirs() -> dict:
     library = ctypes.CDLL("libopenblas.so.0")  # the copy of numpy or torch, if loaded
     library.openblas_get_corename.restype = ctypes.c_char_p
     return {
-        "kernels": library.openblas_get_corename().decode(), "threads": library.openblas_get_num_threads()
-    }
+        "kernels": library.openblas_get_corename().decode(), "threads": library.openblas_get_num_threads()}
 
 
 def mapped(name: str) -> bool:

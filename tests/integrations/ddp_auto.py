@@ -131,7 +131,6 @@ def auto_refuses_what_it_cannot_choose() -> None:
     for spec, *words in (
         ("auto:best", "'best'", _auto.GRAMMAR), ("auto:error=x", "error=x"), ("auto:error=-1", "error=-1"),
         ("auto:allow=topk:momentum=0.9", "momentum=0.9", "cannot be a choice"), ("auto:allow=", "''"),
-        ("auto:allow=int8:start=5", "start=5"), ("auto:allow=auto", "'auto'"), ("auto:allow=int9", "int9"),
-    ):
+        ("auto:allow=int8:start=5", "start=5"), ("auto:allow=auto", "'auto'"), ("auto:allow=int9", "int9")):
         refused(lambda: Hook(spec), gradwire.BadArgument, *words)
     refused(lambda: Hook("auto", min_ranks=1), gradwire.BadArgument, "min_ranks=1", "name a spec")

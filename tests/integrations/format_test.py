@@ -54,8 +54,7 @@ class Registration(unittest.TestCase):
             r"decode: returned float64 of shape \(4, 64\), expected float32 of shape \(4, 64\)": dict(
                 decode=lambda d: decode(d).astype(np.float64)),
             r"encode: raised ZeroDivisionError: division by zero": dict(encode=lambda v: 1 / 0),
-            r"block is 0, must be 1 to 65536": dict(block=0),
-        }
+            r"block is 0, must be 1 to 65536": dict(block=0)}
         for text, changes in cases.items():
             with self.assertRaisesRegex(gradwire.BadArgument, "wire format 'wrong': " + text) as caught:
                 register("wrong", **changes)
@@ -196,8 +195,7 @@ class Threads(unittest.TestCase):
 class Page(unittest.TestCase):
     def test_the_researchers_page_runs_as_printed(self) -> None:
         blocks = [
-            b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "register_format" in b
-        ]
+            b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "register_format" in b]
         self.assertEqual(len(blocks), 1)
         lines = [line for line in blocks[0].splitlines() if line.strip()]
         self.assertLessEqual(len(lines), 20, "the page promises 20 lines")

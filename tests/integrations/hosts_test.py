@@ -69,14 +69,11 @@ def start(places: str, folder: str, more: dict[str, str], *flags: str,
           steps: int = 2) -> list[subprocess.Popen[str]]:
     """Starts a rank on each of the hosts in `places`. Their output is in files in `folder`."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    return [
-        subprocess.Popen(
-            ["ip", "netns", "exec", PREFIX + host, GRADWIRE, *TRAIN, "--steps",
-             str(steps), *flags], text=True, env=environment | more
-            | {"RANK": str(rank), "WORLD_SIZE": str(len(places)), "GRADWIRE_THREADS": "1"},
-            stdout=open(f"{folder}/output{rank}", "w"), stderr=subprocess.STDOUT)
-        for rank, host in enumerate(places)
-    ]
+    return [subprocess.Popen(["ip", "netns", "exec", PREFIX + host, GRADWIRE, *TRAIN, "--steps",
+                              str(steps), *flags], text=True, env=environment | more
+                             | {"RANK": str(rank), "WORLD_SIZE": str(len(places)), "GRADWIRE_THREADS": "1"},
+                             stdout=open(f"{folder}/output{rank}", "w"), stderr=subprocess.STDOUT)
+            for rank, host in enumerate(places)]
 
 
 def finish(ranks: list[subprocess.Popen[str]], folder: str) -> list[tuple[int, str]]:
@@ -134,10 +131,8 @@ def an_address_that_swallows_what_is_sent_to_it_is_first(folder: str) -> None:
     interface("A", "vpn", "10.8.0.1/24")
     cable(IPV4)
     for which in ("all", CABLE):  # host A does not answer ARP for other interfaces
-        subprocess.run([
-            "ip", "netns", "exec", PREFIX + "A", "sh", "-c",
-            f"echo 1 >/proc/sys/net/ipv4/conf/{which}/arp_ignore"
-        ], check=True)
+        subprocess.run(["ip", "netns", "exec", PREFIX + "A", "sh", "-c",
+                        f"echo 1 >/proc/sys/net/ipv4/conf/{which}/arp_ignore"], check=True)
     on("B", "route", "add", "10.8.0.0/24", "dev", CABLE)
     meet("AAB", folder)
 
@@ -164,10 +159,8 @@ def listening_ports(host: str) -> set[int]:
     for table in ("tcp", "tcp6"):
         text = subprocess.run(["ip", "netns", "exec", PREFIX + host, "cat", f"/proc/net/{table}"], check=True,
                               capture_output=True, text=True).stdout
-        ports |= {
-            int(words[1].rpartition(":")[2], 16)
-            for line in text.splitlines()[1:] if (words := line.split())[3] == "0A"
-        }
+        ports |= {int(words[1].rpartition(":")[2], 16)
+                  for line in text.splitlines()[1:] if (words := line.split())[3] == "0A"}
     return ports
 
 
@@ -253,10 +246,8 @@ def in_a_container(folder: str, last: int, *flags: str) -> list[tuple[int, str]]
     ], stdout=subprocess.PIPE, text=True)
     try:
         assert forwarder.stdout and forwarder.stdout.readline() == "forwards\n"
-        variables = {
-            "MASTER_ADDR": "container", "MASTER_PORT": "20000", "GRADWIRE_SECRET": "s",
-            "GRADWIRE_PORTS": "20001-20005"
-        }
+        variables = {"MASTER_ADDR": "container", "MASTER_PORT": "20000", "GRADWIRE_SECRET": "s",
+                     "GRADWIRE_PORTS": "20001-20005"}
         return finish(start("AB", folder, variables, *flags), folder)
     finally:
         forwarder.kill()
@@ -293,10 +284,8 @@ def main() -> int:
         with hosts():
             cable(IPV4)
     except (OSError, subprocess.CalledProcessError) as error:
-        print(
-            "SKIPPED: this machine does not permit network namespaces:"
-            f" {getattr(error, 'stderr', None) or error}"
-        )
+        print("SKIPPED: this machine does not permit network namespaces:"
+              f" {getattr(error, 'stderr', None) or error}")
         return 77
     failed = 0
     for case in CASES:

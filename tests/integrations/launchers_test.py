@@ -13,10 +13,8 @@ import tempfile
 
 from launch import torchrun_obstacle
 
-FLAGS = [
-    "--data", "synthetic:128", "--batch-size", "8", "--device", "host", "--width", "16", "--depth", "1",
-    "--heads", "2", "--mlp", "32", "--steps", "3", "--compression", "bf16:schedule=ring"
-]
+FLAGS = ["--data", "synthetic:128", "--batch-size", "8", "--device", "host", "--width", "16", "--depth", "1",
+         "--heads", "2", "--mlp", "32", "--steps", "3", "--compression", "bf16:schedule=ring"]
 
 
 def losses(log):
@@ -29,15 +27,13 @@ def main() -> int:
     # because torchrun can split a line while it copies stdout.
     torchrun = [
         "/usr/bin/python3", "-m", "torch.distributed.run", "--no_python", "--nproc_per_node", "2", "-r", "2",
-        "-t", "2"
-    ]
+        "-t", "2"]
     obstacle = torchrun_obstacle(torchrun[0])
     if obstacle:
         print(f"torchrun: not tried: {obstacle}")
     launchers = {} if obstacle else {
         "torchrun": [*torchrun, "--master_port", str(20000 + os.getpid() % 10000)],
-        "torchrun --standalone": [*torchrun, "--standalone"]
-    }
+        "torchrun --standalone": [*torchrun, "--standalone"]}
     for name, words in (("Open MPI", ["mpirun.openmpi", "--allow-run-as-root",
                                       "--oversubscribe"]), ("MPICH", ["mpirun.mpich"])):
         if shutil.which(words[0]):

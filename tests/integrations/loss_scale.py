@@ -23,8 +23,7 @@ class _HostScaler:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = [
-            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         skip = self._skipped[id(optimizer)] = not all(bool(g.isfinite().all()) for g in gradients)
         if not skip:
             for g in gradients:

@@ -127,12 +127,10 @@ class Package(unittest.TestCase):
 
     def test_structs_match_the_header(self) -> None:
         # The library rejects a wrong size, but only this test names the struct.
-        structs = {
-            "gw_comm_options": _native.CommOptions, "gw_comm_info": _native.CommInfo,
-            "gw_call_options": _native.CallOptions, "gw_tensor": _native.Tensor,
-            "gw_reducer_options": _native.ReducerOptions, "gw_range": _native.Range,
-            "gw_stats": _native.Stats, "gw_format": _native.Format
-        }
+        structs = {"gw_comm_options": _native.CommOptions, "gw_comm_info": _native.CommInfo,
+                   "gw_call_options": _native.CallOptions, "gw_tensor": _native.Tensor,
+                   "gw_reducer_options": _native.ReducerOptions, "gw_range": _native.Range,
+                   "gw_stats": _native.Stats, "gw_format": _native.Format}
         members = [(name, field[0]) for name, struct in structs.items() for field in struct._fields_]
         prints = [f'printf("%zu\\n", sizeof({name}));' for name in structs]
         prints += [f'printf("%zu\\n", offsetof({name}, {field}));' for name, field in members]

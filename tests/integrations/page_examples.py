@@ -107,8 +107,7 @@ def main() -> int:
         print(f"{page}: not run: {example.splitlines()[0]}\n    {reason}")
     print(
         f"{page}: {len(printed)} examples, {len(ran)} run as printed, {len(reasons)} not run for the reasons"
-        " above"
-    )
+        " above")
     print("\n".join(f"FAILED: {failure}" for failure in failures))
     return 1 if failures else 0
 

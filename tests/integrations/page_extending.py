@@ -163,10 +163,8 @@ def c_program(examples: List[str], build: str) -> None:
             os.environ.get("CC", "cc"), "-std=c11", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "include",
             path, "-o", program, "-L", f"{build}/lib", "-lgradwire", "-lm", f"-Wl,-rpath,{build}/lib"
         ], check=True)
-        ranks = [
-            subprocess.Popen([program, str(rank), folder], env={**os.environ, "GRADWIRE_THREADS": "1"})
-            for rank in range(WORLD)
-        ]
+        ranks = [subprocess.Popen([program, str(rank), folder], env={**os.environ, "GRADWIRE_THREADS": "1"})
+                 for rank in range(WORLD)]
         try:
             codes = [rank.wait(timeout=100) for rank in ranks]
         finally:

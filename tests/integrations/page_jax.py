@@ -104,9 +104,8 @@ def a_global_mesh(examples: List[str], _: str) -> None:
                                                    generator.standard_normal((64, 60), np.float32))
         weights, state = names["step"](weights, state, x)
         losses.append(
-            float(
-                np.mean((np.asarray(x.addressable_data(0)) @ np.asarray(weights.addressable_data(0)) -
-                         np.asarray(x.addressable_data(0)))**2)))
+            float(np.mean((np.asarray(x.addressable_data(0)) @ np.asarray(weights.addressable_data(0)) -
+                           np.asarray(x.addressable_data(0)))**2)))
     assert losses[-1] < 0.7 * losses[0], losses
     assert state[0].residual.shape == (60 * WORLD, 60)
     gradwire.jax.shutdown()

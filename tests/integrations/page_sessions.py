@@ -28,11 +28,8 @@ def needs_torch(*oldest: int) -> Callable[[], str]:
     def missing() -> str:
         import torch
         found = tuple(int(part) for part in torch.__version__.split(".")[:2])
-        return (
-            ""
-            if found >= oldest
-            else f"PyTorch {torch.__version__} is older than {'.'.join(map(str, oldest))}"
-        )
+        return ("" if found >= oldest
+                else f"PyTorch {torch.__version__} is older than {'.'.join(map(str, oldest))}")
 
     return missing
 

@@ -117,9 +117,8 @@ def main() -> int:
         outcome.append(name)
         if outcome is failed:
             text = (result.failures + result.errors)[0][1].strip()
-            print(
-                f"failed: {name}: {cause(text)}" +
-                (f" ({EXPECTED[KIND][name]})" if name in EXPECTED[KIND] else ""), flush=True)
+            print(f"failed: {name}: {cause(text)}" +
+                  (f" ({EXPECTED[KIND][name]})" if name in EXPECTED[KIND] else ""), flush=True)
             if name not in EXPECTED[KIND]:
                 print(text, flush=True)
         elif outcome is left_out:

@@ -34,7 +34,7 @@ import tempfile
 import time
 import traceback
 import zlib
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
 

@@ -50,8 +50,7 @@ class Subject:
     def choose(self) -> Tuple[str, Callable[[], None]]:
         names = [
             "average", "average", "train", "train", "train", "retrace", "compress", "save", "load", "freeze",
-            "unfreeze", "scale", "deepcopy", "fork", "init", "destroy"
-        ]
+            "unfreeze", "scale", "deepcopy", "fork", "init", "destroy"]
         if not self.connected:
             names += ["init"] * 10
         name = self.run.draw.choice(names)
@@ -128,10 +127,8 @@ class Subject:
 
     def do_train(self) -> None:
         model, step = self.model(), self.next()
-        given = {
-            name: jnp.asarray(gradient(self.run.seed, step, self.run.rank, name, model.scale))
-            for name in model.names
-        }
+        given = {name: jnp.asarray(gradient(self.run.seed, step, self.run.rank, name, model.scale))
+                 for name in model.names}
         result = self.guarded(lambda: model.step(given, model.state))
         if result is None:
             return
@@ -153,10 +150,8 @@ class Subject:
         state = jax.tree.map(jnp.asarray, pickle.loads(blob))
         if names != model.names:
             step = self.next()
-            given = {
-                name: jnp.asarray(gradient(self.run.seed, step, self.run.rank, name))
-                for name in model.names
-            }
+            given = {name: jnp.asarray(gradient(self.run.seed, step, self.run.rank, name))
+                     for name in model.names}
             try:
                 model.step(given, state)
             except (ValueError, RuntimeError) as error:

@@ -96,10 +96,8 @@ def check(condition: bool, text: str, agents: List[Agent]) -> None:
 
 
 def losses(agent: Agent) -> Dict[int, float]:
-    return {
-        int(m[1]): float(m[2])
-        for m in agent.found(r"step (\d+) of \d+, \d+ ranks, loss (-?[\d.]+|nan|inf)")
-    }
+    return {int(m[1]): float(m[2])
+            for m in agent.found(r"step (\d+) of \d+, \d+ ranks, loss (-?[\d.]+|nan|inf)")}
 
 
 def begins(agent: Agent) -> List[int]:
@@ -148,19 +146,15 @@ def run_of(folder: pathlib.Path, spec: str, victim: Optional[int],
           f"starts: {started}", [agent])
     found, weights = losses(agent), same_weights(agent, steps, world)
     check(sorted(found) == list(range(steps)), f"steps {sorted(found)}", [agent])
-    print(
-        f"{spec}, rank {victim} killed: starts at {started}, {steps} steps, all ranks have the weights"
-        f" {weights}",
-        flush=True,
-    )
+    print(f"{spec}, rank {victim} killed: starts at {started}, {steps} steps, all ranks have the weights"
+          f" {weights}", flush=True)
     return found, weights
 
 
 def a_killed_rank(folder: pathlib.Path) -> None:
     spec = "fp32:schedule=two_shot"
-    check(
-        run_of(folder / "killed", spec, 1) == run_of(folder / "undisturbed", spec, None),
-        "losses and weights differ", [])
+    check(run_of(folder / "killed", spec, 1) == run_of(folder / "undisturbed", spec, None),
+          "losses and weights differ", [])
     run_of(folder / "int8", "int8", 0)
 
 
@@ -169,11 +163,9 @@ def machine(port: int, is_first: bool, last_call_s: int) -> List[str]:
 
     The first machine has torchrun's store, and waits for the other machine.
     """
-    return [
-        "--nnodes", "1:2", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint",
-        f"localhost:{port}", "--rdzv_id", "restarts", "--rdzv_conf",
-        f"last_call_timeout={last_call_s},join_timeout=100,keep_alive_interval=1,is_host={int(is_first)}"
-    ]
+    return ["--nnodes", "1:2", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint",
+            f"localhost:{port}", "--rdzv_id", "restarts", "--rdzv_conf",
+            f"last_call_timeout={last_call_s},join_timeout=100,keep_alive_interval=1,is_host={int(is_first)}"]
 
 
 def a_lost_machine_is_gone_on_without(_: pathlib.Path) -> None:
@@ -189,9 +181,8 @@ def a_lost_machine_is_gone_on_without(_: pathlib.Path) -> None:
     finally:
         for agent in agents:
             agent.end()
-    check(
-        len(agents[0].found(r"rank \d of 4 is process")) == 2 and not agents[0].found("of 2 is process"),
-        "it was restarted", agents)
+    check(len(agents[0].found(r"rank \d of 4 is process")) == 2 and not agents[0].found("of 2 is process"),
+          "it was restarted", agents)
     check(
         len(agents[0].found("step 199 of 200, 2 ranks")) == 2, "the two that were left did not do all steps",
         agents)

@@ -58,10 +58,8 @@ def main() -> int:
             stack.enter_context(hosts_test.hosts())
             hosts_test.cable({host: f"{address}/24" for host, address in ADDRESS.items()})
         except (OSError, subprocess.CalledProcessError) as error:
-            print(
-                "SKIPPED: this machine does not permit network namespaces:"
-                f" {getattr(error, 'stderr', None) or error}"
-            )
+            print("SKIPPED: this machine does not permit network namespaces:"
+                  f" {getattr(error, 'stderr', None) or error}")
             return 77
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         for init in ("env://", f"tcp://{ADDRESS['A']}:{launch.free_port()}", f"file://{folder}/store"):

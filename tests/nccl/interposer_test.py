@@ -28,9 +28,8 @@ def expect(condition, what, output=""):
 
 
 alone, _ = run(preload=False)
-expect(
-    alone.count("allreduce") == 9 and alone.count("group") == 4 and "-> 4" in alone, "the program works",
-    alone)
+expect(alone.count("allreduce") == 9 and alone.count("group") == 4 and "-> 4" in alone, "the program works",
+       alone)
 
 through, said = run()
 expect(through == alone, "every call reaches NCCL as it was made, and its result the program", through)
@@ -40,9 +39,8 @@ expect(said.count("calls are unchanged") == 1,
 through, said = run(GRADWIRE_NCCL_DRY_RUN="1", GRADWIRE_NCCL_SPEC="fp8")
 expect(through == alone, "a dry run changes nothing", through)
 expect(said.count("would send 4194304 bytes as fp8") == 3, "a dry run says what would be compressed", said)
-expect(
-    said.count("inside ncclGroupStart/End stay uncompressed") == 1,
-    "groups are left alone, which is said once", said)
+expect(said.count("inside ncclGroupStart/End stay uncompressed") == 1,
+       "groups are left alone, which is said once", said)
 
 _, said = run(GRADWIRE_NCCL_DRY_RUN="1", GRADWIRE_NCCL_MIN_BYTES="4M")
 expect(said.count("would send") == 3, "a call of exactly the smallest size is compressed", said)

@@ -18,8 +18,7 @@ try:
 except ImportError as error:
     sys.exit(
         f"FAILED: the oracle is missing ({error}). It needs Debian's python3-torch and python3-torchvision,"
-        f" run by /usr/bin/python3; this is {sys.executable}."
-    )
+        f" run by /usr/bin/python3; this is {sys.executable}.")
 
 
 def read(path: pathlib.Path) -> dict:
@@ -67,10 +66,8 @@ def main() -> None:
     print(model.load_state_dict(weights))
     for (name, theirs), ours in zip(source.state_dict().items(), model.state_dict().values()):
         assert torch.equal(theirs, ours), f"{name} changed"
-    print(
-        f"{len(weights)} tensors, {sum(t.numel() for t in weights.values()):,} weights: into gradwire, out,"
-        " and into torchvision, every bit as it was"
-    )
+    print(f"{len(weights)} tensors, {sum(t.numel() for t in weights.values()):,} weights: into gradwire, out,"
+          " and into torchvision, every bit as it was")
 
 
 if __name__ == "__main__":

@@ -186,12 +186,9 @@ def main() -> int:
                 exact = sum(values[START][r][i] for r in range(world)) / world
                 assert distance([ours[START][i]], [exact]) > 0.05
         failures += not worst <= TOLERANCE
-        print(
-            f"{world} ranks, rank {rank}: relative difference over {STEPS} steps at most {worst:.1e} of the"
-            f" gradient, {tensor_worst:.1e} of a tensor: {'ok' if worst <= TOLERANCE else 'TOO FAR'} (from"
-            f" float64: ours {our_error:.1e}, PyTorch's {their_error:.1e})",
-            flush=True,
-        )
+        print(f"{world} ranks, rank {rank}: relative difference over {STEPS} steps at most {worst:.1e} of the"
+              f" gradient, {tensor_worst:.1e} of a tensor: {'ok' if worst <= TOLERANCE else 'TOO FAR'} (from"
+              f" float64: ours {our_error:.1e}, PyTorch's {their_error:.1e})", flush=True)
     return 1 if failures else 0
 
 

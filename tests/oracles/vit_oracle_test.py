@@ -22,8 +22,7 @@ try:
 except ImportError as error:
     sys.exit(
         f"FAILED: the oracle is missing ({error}). It needs Debian's python3-torch and python3-torchvision,"
-        f" run by /usr/bin/python3; this is {sys.executable}."
-    )
+        f" run by /usr/bin/python3; this is {sys.executable}.")
 
 LIMIT = 1e-4
 
@@ -112,11 +111,8 @@ def compare(tool: pathlib.Path, device: str, title: str, case: dict) -> bool:
         print(f"{title}: {name}: relative error {error:.2e}, limit {LIMIT:.0e}")
     gradients = {name: error for name, error in errors.items() if name not in ("logits", "loss")}
     worst = max(gradients, key=gradients.get)
-    print(
-        f"{title}: {len(gradients)} gradients, worst {gradients[worst]:.1e} ({worst}); logits"
-        f" {errors['logits']:.1e}, loss {errors['loss']:.1e}; {time.time() - start:.1f} s",
-        flush=True,
-    )
+    print(f"{title}: {len(gradients)} gradients, worst {gradients[worst]:.1e} ({worst}); logits"
+          f" {errors['logits']:.1e}, loss {errors['loss']:.1e}; {time.time() - start:.1f} s", flush=True)
     return not bad
 
 

@@ -20,10 +20,8 @@ import sys
 import tempfile
 
 DEADLINE_S = 60
-SMALL = [
-    "--data", "synthetic:16", "--batch-size", "4", "--width", "16", "--depth", "1",
-    "--heads", "2", "--mlp", "16", "--steps", "2", "--timeout-s", "10"
-]
+SMALL = ["--data", "synthetic:16", "--batch-size", "4", "--width", "16", "--depth", "1",
+         "--heads", "2", "--mlp", "16", "--steps", "2", "--timeout-s", "10"]
 # name: (ranks, flags, error)
 RUNS = {
     "plain": (1, "", "cudaErrorIllegalAddress:sticky"),
@@ -62,11 +60,8 @@ def run(gradwire, name, number, folder):
     if number:
         environment["GRADWIRE_STANDIN_FAIL"] = f"{number}:{error}"
     try:
-        command = [
-            gradwire, "train", *SMALL, "--device", "cuda", "--ranks",
-            str(ranks), "--log",
-            str(records)
-        ]
+        command = [gradwire, "train", *SMALL, "--device", "cuda", "--ranks", str(ranks), "--log",
+                   str(records)]
         result = subprocess.run(command + flags.split(), env=environment, capture_output=True, text=True,
                                 timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -99,12 +94,8 @@ def problem(gradwire, name, number, folder, expected_losses):
     # After a sticky error, every call fails. Another thread may be the first to report the error.
     error = RUNS[name][2]
     expected = error.split(":")[0] if error.endswith(":sticky") else failed
-    if (
-        expected not in text
-        and failed not in text
-        and "CUBLAS_STATUS" not in text
-        and "a status of the stand-in" not in text
-    ):
+    if (expected not in text and failed not in text and "CUBLAS_STATUS" not in text
+        and "a status of the stand-in" not in text):
         return f"{where}: the message does not name {expected}: {text[-400:]}"
     return None
 
@@ -129,8 +120,7 @@ def main():
                             min(calls, options.last) + 1, options.every)
             problems = [
                 p for p in pool.map(lambda n: problem(options.gradwire, name, n, folder, losses), numbers)
-                if p
-            ]
+                if p]
             failures += len(problems)
             print(f"{name}: {calls} calls, {len(numbers)} of them made to fail, {len(problems)} problems",
                   flush=True)

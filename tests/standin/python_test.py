@@ -95,11 +95,8 @@ class CudaCalls(Bits):
                 stream = None if device is None else stack.enter_context(Stream(device))
                 bits = []
                 for spec in SPECS:
-                    arrays = [
-                        Array(device, numbers(rank, COUNT)),
-                        Array(device, numbers(rank + 50, COUNT), "float16"),
-                        residual_of(rank, device)
-                    ]
+                    arrays = [Array(device, numbers(rank, COUNT)),
+                              Array(device, numbers(rank + 50, COUNT), "float16"), residual_of(rank, device)]
                     for array in arrays if stream is not None else []:
                         array.write(stream)
                     plan = [part(spec, keeps=True), part(spec, "float16")]
@@ -129,11 +126,8 @@ class CudaCalls(Bits):
         """
         results = []
         with Stream(rank) as stream, Stream(rank) as other:
-            arrays = [
-                Array(rank, numbers(rank, COUNT)),
-                Array(rank, numbers(rank + 50, COUNT)),
-                residual_of(rank, rank)
-            ]
+            arrays = [Array(rank, numbers(rank, COUNT)), Array(rank, numbers(rank + 50, COUNT)),
+                      residual_of(rank, rank)]
             copies = [Pinned(array.bytes) for array in arrays]
             self.assertIsNone(average(rank, call_on(stream, other), arrays, HELD_PLAN))
             for _ in range(3):
@@ -161,11 +155,8 @@ class CudaCalls(Bits):
     def host_calls(world: int) -> List[List[bytes]]:
         """Returns the expected result of held_call() on the right stream."""
         def rank_of(rank: int) -> List[bytes]:
-            arrays = [
-                Array(None, numbers(rank, COUNT)),
-                Array(None, numbers(rank + 50, COUNT)),
-                residual_of(rank, None)
-            ]
+            arrays = [Array(None, numbers(rank, COUNT)), Array(None, numbers(rank + 50, COUNT)),
+                      residual_of(rank, None)]
             assert average(rank, None, arrays, HELD_PLAN) is None
             return [array.read() for array in arrays] * 3
 

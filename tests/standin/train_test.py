@@ -13,40 +13,34 @@ import subprocess
 import sys
 import tempfile
 
-SMALL = [
-    "--data", "synthetic:64", "--batch-size", "8", "--width", "16", "--depth", "2",
-    "--heads", "2", "--mlp", "32", "--steps", "3"
-]
+SMALL = ["--data", "synthetic:64", "--batch-size", "8", "--width", "16", "--depth", "2",
+         "--heads", "2", "--mlp", "32", "--steps", "3"]
 # Two ranks of this model need more memory than a pretended GPU has.
 LARGE = ["--data", "synthetic:1024", "--batch-size", "512", "--width", "256", "--depth", "48", "--steps", "1"]
 # Each variant is (ranks, flags, whether ctest runs the variant).
-VARIANTS = [
-    (1, "", True),
-    (1, "--graph", True),
-    (1, "--accumulate 2", False),
-    (1, "--gelu tanh", False),
-    (1, "--optimizer adamw", False),
-    (1, "--precision bf16", True),
-    (1, "--precision bf16 --gelu tanh --graph", False),
-    (2, "", True),
-    (2, "--compression bf16", False),
-    (2, "--compression fp8", False),
-    (2, "--compression int8", True),
-    (2, "--compression powersgd:rank=2", True),
-    (2, "--compression topk", False),
-    (2, "--compression randk", False),
-    (2, "--shard optimizer", True),
-    (2, "--overlap-forward", False),
-    (2, "--precision bf16 --compression bf16", False),
-    (4, "", False),
-    (4, "--compression int8:schedule=two_shot", True),
-    (4, "--compression fp32:schedule=hierarchical --ranks-per-node 2", False),
-    (4, "--precision bf16", False),
-]
-REFUSED = [
-    (2, "--graph", "GPU ranks of one process synchronize on the host"),
-    (2, "--elastic 1:2", "--elastic"),
-]
+VARIANTS = [(1, "", True),
+            (1, "--graph", True),
+            (1, "--accumulate 2", False),
+            (1, "--gelu tanh", False),
+            (1, "--optimizer adamw", False),
+            (1, "--precision bf16", True),
+            (1, "--precision bf16 --gelu tanh --graph", False),
+            (2, "", True),
+            (2, "--compression bf16", False),
+            (2, "--compression fp8", False),
+            (2, "--compression int8", True),
+            (2, "--compression powersgd:rank=2", True),
+            (2, "--compression topk", False),
+            (2, "--compression randk", False),
+            (2, "--shard optimizer", True),
+            (2, "--overlap-forward", False),
+            (2, "--precision bf16 --compression bf16", False),
+            (4, "", False),
+            (4, "--compression int8:schedule=two_shot", True),
+            (4, "--compression fp32:schedule=hierarchical --ranks-per-node 2", False),
+            (4, "--precision bf16", False)]
+REFUSED = [(2, "--graph", "GPU ranks of one process synchronize on the host"),
+           (2, "--elastic 1:2", "--elastic")]
 
 
 def start(gradwire, device, ranks, flags, log, model=SMALL, **variables):
@@ -114,10 +108,8 @@ def main():
             result = start(gradwire, "cuda", ranks, flags, f"{folder}/log.jsonl")
         refused = result.returncode != 0 and text in result.stderr
         failures += not refused
-        print(
-            f"{ranks} ranks {flags}:"
-            f" {'refused: ok' if refused else 'FAILED: not refused: ' + result.stdout + result.stderr}"
-        )
+        print(f"{ranks} ranks {flags}:"
+              f" {'refused: ok' if refused else 'FAILED: not refused: ' + result.stdout + result.stderr}")
     for text, problem in (("a host run makes no CUDA call", host_run_problem),
                           ("a dry run compares its memory with the GPU's", memory_problem)):
         found = problem(gradwire)

@@ -109,10 +109,8 @@ def _invoke(platform: str, frame: ffi._CallFrame) -> Optional[Failure]:
 
 
 def _buffers(addresses: Sequence[int], counts: Sequence[int]) -> ffi._Buffers:
-    made = [
-        ffi._Buffer(struct_size=ctypes.sizeof(ffi._Buffer), data=address, rank=1,
-                    dims=(ctypes.c_int64 * 1)(count)) for address, count in zip(addresses, counts)
-    ]
+    made = [ffi._Buffer(struct_size=ctypes.sizeof(ffi._Buffer), data=address, rank=1,
+                        dims=(ctypes.c_int64 * 1)(count)) for address, count in zip(addresses, counts)]
     return ffi._Buffers(struct_size=ctypes.sizeof(ffi._Buffers), size=len(made),
                         buffers=(POINTER(ffi._Buffer) * len(made))(*map(ctypes.pointer, made)))
 

@@ -1,7 +1,7 @@
 """The layout of DistributedDataParallel's buckets: parameters, addresses and types."""
 from __future__ import annotations
 
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 

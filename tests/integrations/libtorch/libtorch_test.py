@@ -40,8 +40,7 @@ def build(folder: pathlib.Path, library: pathlib.Path, compiler: str) -> List[pa
         # LibTorch's libraries need CUDA's libraries, which LD_LIBRARY_PATH provides at run time.
         subprocess.run([
             compiler, folder / "train.o", "-Wl,--no-as-needed", *libraries, f"-Wl,-rpath,{library.parent}",
-            "-Wl,--allow-shlib-undefined", "-o", folder / name
-        ], check=True, timeout=200)
+            "-Wl,--allow-shlib-undefined", "-o", folder / name], check=True, timeout=200)
         programs.append(folder / name)
     return programs
 
