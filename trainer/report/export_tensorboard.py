@@ -22,9 +22,8 @@ def writer_classes():
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError:
-        fail(
-            f"export --tensorboard needs tensorboard, which {sys.executable} does not have; install it with "
-            "pip, and name that Python in GRADWIRE_PYTHON", 1)
+        fail(f"export --tensorboard needs tensorboard, which {sys.executable} does not have; install it with "
+             "pip, and name that Python in GRADWIRE_PYTHON", 1)
     return Event, Summary, EventFileWriter
 
 

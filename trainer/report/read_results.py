@@ -157,10 +157,8 @@ def curves(records, points):
                           record["test_accuracy"]))
     loss = thinned([steps, seconds, sent, losses], points) if steps else [[], [], [], []]
     names = ("step", "seconds", "bytes", "value")
-    return {
-        "loss": {name: rounded(column) for name, column in zip(names, loss)},
-        "accuracy": {name: [e[i] for e in evals] for i, name in enumerate(names)}
-    }
+    return {"loss": {name: rounded(column) for name, column in zip(names, loss)},
+            "accuracy": {name: [e[i] for e in evals] for i, name in enumerate(names)}}
 
 
 def parts_of(steps):
@@ -216,17 +214,15 @@ def run_of(path, records, points):
 
     losses = [number(s.get("loss")) for s in steps[-20:]]
     seconds = sum(number(s.get("step_ms")) or 0 for s in steps) / 1000
-    return {
-        "log": path.name, "config": {k: v for k, v in config.items() if k != "type"},
-        "compression": str(config.get("compression", "?")), "seed": config.get("seed"),
-        "finished": bool(summary), "steps": len(steps), "curves": curves(records, points),
-        "parts": parts_of(steps), "waits": waits_of(records, summary, seconds),
-        "diverged": bool(steps) and number(
-            summary.get("final_loss") if summary else steps[-1].get("loss")) is None,
-        "accuracy": number((summary or (evals[-1] if evals else {})).get("test_accuracy")),
-        "loss": number(summary.get("final_loss")) if summary else mean(losses),
-        **{name: figure(name) for name in FIGURES}
-    }
+    return {"log": path.name, "config": {k: v for k, v in config.items() if k != "type"},
+            "compression": str(config.get("compression", "?")), "seed": config.get("seed"),
+            "finished": bool(summary), "steps": len(steps), "curves": curves(records, points),
+            "parts": parts_of(steps), "waits": waits_of(records, summary, seconds),
+            "diverged": bool(steps) and number(
+                summary.get("final_loss") if summary else steps[-1].get("loss")) is None,
+            "accuracy": number((summary or (evals[-1] if evals else {})).get("test_accuracy")),
+            "loss": number(summary.get("final_loss")) if summary else mean(losses),
+            **{name: figure(name) for name in FIGURES}}
 
 
 def rows_of_comparison(path, document, read_log, notes):
