@@ -26,57 +26,54 @@ def folder(path):
 
 
 KINDS = {"a FIFO": fifo, "a device": device, "a folder": folder}
+KIND = "a KIND"
+# The name of a file, a command and variables that name it (@) or its folder (#), and parts of the message.
+INPUTS = [
+    ("file", ["train", *QUICK, "--init", "@"], {}, ["@", "not a "]),
+    ("file", ["train", *QUICK, "--elastic", "1:2", "--join", "@"], {}, ["@", "not a "]),
+    ("file", ["top", "@"], {}, ["@", "not a "]),
+    ("file", ["train", *QUICK], {**RANK, "GRADWIRE_SECRET_FILE": "@"}, ["@", "not a "]),
+    *(("file", ["train", *QUICK, "--rendezvous", "file://@", "--timeout-s", "15"],
+       {"RANK": rank, "WORLD_SIZE": "2"}, ["@", KIND]) for rank in "01"),
+    ("file", ["train", *QUICK, "--elastic", "1:2", "--members", "@", "--rendezvous", "file://#/meeting"],
+     {"RANK": "0", "WORLD_SIZE": "2"}, ["@", KIND]),
+    *((file, ["train", *QUICK, "--resume", "#"], {}, ["#"])
+      for file in ("model.safetensors", "state-0-of-1.safetensors")),
+    ("train-images-idx3-ubyte.gz", ["train", "--data", "fashion-mnist:#"], {}, ["@", "not a regular file"]),
+    ("gradients.safetensors", ["formats", "--gradients", "#"], {}, ["@"])]
 
 
 class Inputs(CommandTest):
-    def setUp(self):
-        super().setUp()
-        self.run_command("train", *QUICK, "--checkpoint", "saved", "--checkpoint-every", 2, "--log",
-                         "first.jsonl")
+    def test_every_input_names_its_kind_and_no_command_waits_for_a_writer(self):
+        self.succeed("train", *QUICK, "--checkpoint", "saved", "--checkpoint-every", 2)
+        for number, (file, words, env, parts) in enumerate(INPUTS):
+            for kind, make in KINDS.items():
+                if kind == "a device" and os.getuid() != 0:
+                    continue
+                place = self.folder / f"{number}-{make.__name__}"
 
-    def kinds(self):
-        for kind, make in KINDS.items():
-            if kind != "a device" or os.getuid() == 0:
-                yield kind, make
+                def filled(text):
+                    return text.replace("@", f"{place}/{file}").replace("#", str(place)).replace(KIND, kind)
 
-    def run_within(self, seconds, *arguments, program=None, **env):
-        """Runs a command with a time limit. A command that waits for a writer exceeds the limit."""
-        return self.run_words(program or self.program, *arguments, env=env, timeout=seconds)
-
-    def test_named_files(self):
-        """Covers the flags and the variable that name a file."""
-        calls = {"--init": (["train", *QUICK, "--init"], {}),
-                 "--join": (["train", *QUICK, "--elastic", "1:2", "--join"], {}),
-                 "top": (["top"], {}),
-                 "GRADWIRE_SECRET_FILE": (["train", *QUICK], RANK)}
-        for name, (words, env) in calls.items():
-            for kind, make in self.kinds():
-                with self.subTest(name, kind=kind):
-                    path = self.folder / f"{name}-{kind}".replace(" ", "-").lstrip("-")
-                    make(path)
-                    if name.startswith("GRADWIRE"):
-                        result = self.run_within(20, *words, **env, **{name: str(path)})
+                with self.subTest(words, kind=kind):
+                    if "--resume" in words:
+                        shutil.copytree(self.folder / "saved/step-000000002", place)
+                        (place / file).unlink()
                     else:
-                        result = self.run_within(20, *words, path)
-                    self.assert_refused(result, path, "not a ")
-
-    def test_rendezvous_file(self):
-        for kind, make in self.kinds():
-            for rank in "01":
-                with self.subTest(kind=kind, rank=rank):
-                    path = self.folder / f"{kind}-{rank}".replace(" ", "-")
-                    make(path)
-                    result = self.run_within(20, "train", *QUICK, "--rendezvous", f"file://{path}",
-                                             "--timeout-s", 15, RANK=rank, WORLD_SIZE="2")
-                    self.assert_refused(result, path, kind)
-                    self.assertFalse(stat.S_ISREG(path.lstat().st_mode))
+                        place.mkdir()
+                    make(place / file)
+                    self.name = "gradwire-bench" if words[0] == "formats" else "gradwire"
+                    result = self.run_words(pathlib.Path(self.program).with_name(self.name),
+                                            *map(filled, words), timeout=20,
+                                            env={name: filled(value) for name, value in env.items()})
+                    self.assert_refused(result, *map(filled, parts))
+                    self.assertFalse(stat.S_ISREG((place / file).lstat().st_mode))
 
     def test_rendezvous_and_members_behind_links_and_mounts(self):
         """Expects the link and the mount to be kept. At the end of the run, the file is deleted, or empty if
         the file cannot be deleted."""
-        flags = [
-            "train", *QUICK, "--elastic", "1:2", "--rendezvous", "file://meeting", "--members", "members"]
-        flags[flags.index("file://meeting")] = f"file://{self.folder}/meeting"
+        flags = ["train", *QUICK, "--elastic", "1:2", "--rendezvous", f"file://{self.folder}/meeting",
+                 "--members", "members"]
         setups = {"links": "ln -s inner/m1 meeting; ln -s inner/m2 members; mkdir inner"}
         if targets.may_mount():
             setups["mounts"] = "touch m1 m2 meeting members; mount --bind m1 meeting; mount --bind m2 members"
@@ -101,52 +98,13 @@ class Inputs(CommandTest):
                 else:
                     self.assertEqual({p.stat().st_size for p in place.iterdir()}, {0})
 
-    def test_members_must_be_a_regular_file(self):
-        for kind, make in self.kinds():
-            with self.subTest(kind):
-                path = self.folder / kind.replace(" ", "-")
-                make(path)
-                result = self.run_within(20, "train", *QUICK, "--elastic", "1:2", "--members", path,
-                                         "--rendezvous", f"file://{self.folder}/meeting", RANK="0",
-                                         WORLD_SIZE="2")
-                self.assert_refused(result, path, kind)
-
-    def test_files_of_a_checkpoint(self):
-        for file in ("model.safetensors", "state-0-of-1.safetensors"):
-            for kind, make in self.kinds():
-                with self.subTest(file, kind=kind):
-                    shutil.rmtree(self.folder / "again", ignore_errors=True)
-                    shutil.copytree(self.folder / "saved" / "step-000000002", self.folder / "again")
-                    (self.folder / "again" / file).unlink()
-                    make(self.folder / "again" / file)
-                    self.assert_refused(self.run_within(20, "train", *QUICK, "--resume", "again"), "again")
-
-    def test_files_of_data(self):
-        for kind, make in self.kinds():
-            with self.subTest(kind):
-                data = self.folder / kind.replace(" ", "-")
-                data.mkdir()
-                make(data / "train-images-idx3-ubyte.gz")
-                self.assert_refused(self.run_within(20, "train", "--data", f"fashion-mnist:{data}"),
-                                    "train-images-idx3-ubyte.gz", "not a regular file")
-
-    def test_gradients_of_bench(self):
-        for kind, make in self.kinds():
-            with self.subTest(kind):
-                place = self.folder / kind.replace(" ", "-")
-                place.mkdir()
-                make(place / "g.safetensors")
-                result = self.run_within(20, "formats", "--gradients", place,
-                                         program=pathlib.Path(self.program).parent / "gradwire-bench")
-                self.assertEqual(result.returncode, 2, result.stderr)
-
     def test_logs_of_a_comparison(self):
         """Expects a number to be skipped if its log is a FIFO, both when reading earlier runs and when
         writing."""
         os.mkfifo(self.folder / "c.0.jsonl")
         words = ["compare", *QUICK, "--compression", "fp32", "--json", "c.json"]
         for _ in range(2):
-            result = self.run_within(60, *words)
+            result = self.run_words(self.program, *words, timeout=60)
             self.assertEqual(result.returncode, 0, result.stderr)
         self.assertIn("already done", result.stdout)
         self.assertTrue((self.folder / "c.1.jsonl").is_file())
