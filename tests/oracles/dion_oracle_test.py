@@ -10,57 +10,13 @@ step: there the paper's algorithm in float32 is the measure: three times its dis
 
 Usage: dion_oracle_test.py POWERSGD_ORACLE_BINARY
 """
-import pathlib
-import subprocess
 import sys
-import tempfile
 
 import numpy
+from reducers import distance, gradients, run_ours
 
 SHAPES = [(10,), (64, 48), (7, 5), (33, 129), (16, 3, 7, 7), (200, 20), (96, 96)]
 STEPS, TOLERANCE = 50, 1e-5
-
-
-def gradients(world: int, seed: int) -> list:
-    """Returns [step][rank][tensor] float32: a slowly rotating part shared by all ranks, plus noise per
-    rank."""
-    rng = numpy.random.default_rng(seed)
-    shared = [rng.standard_normal(s) for s in SHAPES]
-    result = []
-    for _ in range(STEPS):
-        shared = [0.9 * s + 0.3 * rng.standard_normal(s.shape) for s in shared]
-        result.append([[(s + 0.5 * rng.standard_normal(s.shape)).astype(numpy.float32) for s in shared]
-                       for _ in range(world)])
-    return result
-
-
-def run_ours(binary: str, world: int, spec: str, values: list):
-    head = [world, STEPS, 0, 0, len(SHAPES)]
-    for shape in SHAPES:
-        head += [len(shape), *shape]
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        with open(folder / "input", "wb") as file:
-            file.write(numpy.array(head, numpy.int64).tobytes())
-            for step in values:
-                for tensors in step:
-                    for t in tensors:
-                        file.write(t.tobytes())
-        command = [binary, "--spec", spec, folder / "input", folder / "output"]
-        subprocess.run(command, check=True, timeout=120)
-        data = (folder / "output").read_bytes()
-    position = 0
-
-    def take(dtype, count):
-        nonlocal position
-        array = numpy.frombuffer(data, dtype, count, position)
-        position += array.nbytes
-        return array
-
-    qs = [take(numpy.float32, int(take(numpy.int64, 1)[0])) for _ in SHAPES]
-    outputs = [[take(numpy.float32, int(numpy.prod(s))).reshape(s) for s in SHAPES] for _ in range(STEPS)]
-    assert position == len(data), f"{len(data) - position} bytes left in the output"
-    return qs, outputs
 
 
 def orthonormal(r: numpy.ndarray) -> numpy.ndarray:
@@ -92,19 +48,14 @@ def paper(world: int, mu: float, orth: bool, values: list, qs: list, dtype: type
     return outputs
 
 
-def distance(a: list, b: list) -> float:
-    """Returns the norm of the difference divided by the norm of b, over all tensors."""
-    difference = sum(numpy.sum((x.astype(numpy.float64) - y) ** 2) for x, y in zip(a, b))
-    return float(numpy.sqrt(difference / sum(numpy.sum(y.astype(numpy.float64) ** 2) for y in b)))
-
-
 def main() -> int:
     failures = 0
     cases = [(1, 4, 0.95, False), (2, 1, 0.95, False), (2, 8, 0.9, False), (4, 4, 0.95, False),
              (2, 80, 0.95, False), (1, 4, 0.95, True), (3, 8, 0.95, True)]
     for world, rank, mu, orth in cases:
-        values = gradients(world, seed=100 * world + rank)
-        qs, ours = run_ours(sys.argv[1], world, f"dion:rank={rank},mu={mu}" + orth * ",orth=on", values)
+        values = gradients(SHAPES, STEPS, world, seed=100 * world + rank)
+        spec = f"dion:rank={rank},mu={mu}" + orth * ",orth=on"
+        qs, ours = run_ours(sys.argv[1], SHAPES, values, flags=("--spec", spec))
         theirs = paper(world, mu, orth, values, qs, numpy.float64)
         rounded = paper(world, mu, orth, values, qs, numpy.float32)
         worst = max(distance(ours[s], theirs[s]) for s in range(STEPS))

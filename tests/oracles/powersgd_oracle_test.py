@@ -14,7 +14,6 @@ import datetime
 import os
 import pathlib
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,52 +22,12 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from reducers import distance, gradients, run_ours
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as psgd
 
 # Shapes in the order of DDP's bucket. Vectors and small matrices stay dense; a 4-D tensor is a matrix.
 SHAPES = [(10,), (64, 48), (7, 5), (33, 129), (16, 3, 7, 7), (64, 48), (200, 20), (3,)]
 STEPS, START, TOLERANCE = 20, 2, 1e-4
-
-
-def gradients(world: int, seed: int) -> list:
-    """Returns [step][rank][tensor] float32: a slowly rotating part shared by all ranks, plus noise per
-    rank."""
-    rng = numpy.random.default_rng(seed)
-    shared = [rng.standard_normal(s) for s in SHAPES]
-    result = []
-    for _ in range(STEPS):
-        shared = [0.9 * s + 0.3 * rng.standard_normal(s.shape) for s in shared]
-        result.append([[(s + 0.5 * rng.standard_normal(s.shape)).astype(numpy.float32) for s in shared]
-                       for _ in range(world)])
-    return result
-
-
-def run_ours(binary: str, folder: pathlib.Path, world: int, rank: int, values: list):
-    head = [world, STEPS, rank, START, len(SHAPES)]
-    for shape in SHAPES:
-        head += [len(shape), *shape]
-    with open(folder / "input", "wb") as file:
-        file.write(numpy.array(head, numpy.int64).tobytes())
-        for step in values:
-            for tensors in step:
-                for t in tensors:
-                    file.write(t.tobytes())
-    subprocess.run([binary, folder / "input", folder / "output"], check=True, timeout=120)
-    data = (folder / "output").read_bytes()
-    position, qs, outputs = 0, [], []
-
-    def take(dtype, count):
-        nonlocal position
-        array = numpy.frombuffer(data, dtype, count, position)
-        position += array.nbytes
-        return array
-
-    for _ in SHAPES:
-        qs.append(take(numpy.float32, int(take(numpy.int64, 1)[0])))
-    for _ in range(STEPS):
-        outputs.append([take(numpy.float32, int(numpy.prod(s))).reshape(s) for s in SHAPES])
-    assert position == len(data), f"{len(data) - position} bytes left in the output"
-    return qs, outputs
 
 
 def run_exact(world: int, values: list, qs: list) -> list:
@@ -152,20 +111,14 @@ def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, v
     os._exit(0)
 
 
-def distance(a: list, b: list) -> float:
-    """Returns the norm of the difference divided by the norm of b, over all tensors."""
-    difference = sum(numpy.sum((x.astype(numpy.float64) - y) ** 2) for x, y in zip(a, b))
-    return float(numpy.sqrt(difference / sum(numpy.sum(y.astype(numpy.float64) ** 2) for y in b)))
-
-
 def main() -> int:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     failures = 0
     for world, rank in ((2, 1), (2, 4), (4, 2), (4, 4)):
-        values = gradients(world, seed=100 * world + rank)
+        values = gradients(SHAPES, STEPS, world, seed=100 * world + rank)
         with tempfile.TemporaryDirectory() as name:
             folder = pathlib.Path(name)
-            qs, ours = run_ours(sys.argv[1], folder, world, rank, values)
+            qs, ours = run_ours(sys.argv[1], SHAPES, values, rank, START)
             compressed = sum(1 for q in qs if q.size)
             assert 4 <= compressed < len(SHAPES), f"{compressed} tensors compressed: the test does not test"
             torch.multiprocessing.start_processes(  # forked: importing torch costs more than the test
