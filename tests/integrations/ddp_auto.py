@@ -1,14 +1,13 @@
 """Scenarios of the DDP hook with spec "auto": docs/for-pytorch.md, "Choosing the format"."""
 from __future__ import annotations
 
-import contextlib
 import pickle
-from typing import Any, Iterator
 
 import torch
 
 import gradwire
 import laws
+from auto_choice import chooses_int8, chosen_at, errors_are_the_formats
 from gradwire import _auto
 from gradwire.torch import Hook
 from rank import RANK, WORLD, check, refused
@@ -20,47 +19,18 @@ REQUEST = f"auto:error=0.1,allow={BF16}+{INT8}+{POWERSGD}"
 STEPS = 40  # more than the choice and the check after it take
 
 
-@contextlib.contextmanager
-def chooses_int8() -> Iterator[None]:
-    """Makes the library's choice INT8: which spec is the fastest depends on the machine."""
-    measured = _auto.choose
-
-    def choose(comm: Any, specs: Any, gradients: Any, **options: Any) -> Any:
-        return measured(comm, specs, gradients, **options)._replace(spec=INT8)
-
-    _auto.choose = choose
-    try:
-        yield
-    finally:
-        _auto.choose = measured
-
-
-def chosen_at(run: Run) -> int:
-    """Trains until the hook has chosen, on all ranks alike. Returns the number of steps in FP32."""
-    for step in range(STEPS):
-        run.step(step)
-        if run.hook.choice is not None:
-            specs = laws.of_all_ranks(run.hook.spec)
-            check(len(set(specs)) == 1 and run.hook.choice["spec"] == specs[0], f"{specs}")
-            return step
-    raise AssertionError("no choice")
-
-
 @scenario()
 def auto_chooses_alike_and_checks_its_prediction() -> None:
     run = Run("auto", bucket_kb=30)
     hook = run.hook
     check(hook.choice is None and hook.spec == "fp32", "before the first step")
-    first = chosen_at(run)
+    first = chosen_at(run, run.hook)
     check(first >= _auto.OBSERVED + 2, f"chosen before step {first}")
     numbers = [hook.choice[key] for key in ("error", "communicate_ms", "exposed_ms")]
     laws.ranks_agree("the choice's numbers", numbers)
-    rows = {row["spec"]: row for row in hook.choice["candidates"]}
-    check(list(rows) == ["fp32", *_auto._CANDIDATES], f"{list(rows)}")
-    # A format's error follows from the format: between 2^-9 and 2^-8 of a BF16 value is lost, for example.
-    for spec, least, most in (("fp32", 0, 1e-6), ("bf16", 5e-4, 4e-3), ("int8", 1e-3, 3e-2),
-                              ("int4", 0.02, 0.5), ("powersgd:rank=1", 0.1, 1)):
-        check(least <= rows[spec]["error"] <= most, f"{spec}: error {rows[spec]['error']}")
+    specs = [row["spec"] for row in hook.choice["candidates"]]
+    check(specs == ["fp32", *_auto._CANDIDATES] and hook.choice["spec"] == hook.spec, f"{specs}")
+    errors_are_the_formats(hook.choice)
     check(hook.choice["error"] <= 0.1, "the error is within the default limit")
     run.steps(first + 1, STEPS)
     check(hook.choice["measured_step_ms"] > 0, "the choice was not checked")
@@ -74,7 +44,7 @@ def auto_has_the_bits_of_the_choice_after_steps_in_fp32() -> None:
     # In one bucket: a bucket's number decides which rank adds an element, and INT8's blocks.
     with chooses_int8():
         run = Run(REQUEST)
-        first = chosen_at(run)
+        first = chosen_at(run, run.hook)
         check(run.hook.spec == INT8, f"chose {run.hook.choice}")
         weights = run.steps(first + 1, first + 5)
     other = Run(f"{INT8},start={first}")
@@ -114,7 +84,7 @@ def auto_waits_for_finite_gradients_and_a_checkpoint_keeps_its_choice() -> None:
             check(run.hook.choice is None, f"chose from NaN in step {step}")
             run.model.load_state_dict(network().state_dict())
             run.optimizer.state.clear()
-        first = chosen_at(run)
+        first = chosen_at(run, run.hook)
         check(run.hook.spec == INT8, f"chose {run.hook.choice}")
     saved = run.hook.state_dict(gather=False)
     refused(lambda: Hook("auto:allow=int4").load_state_dict(saved), gradwire.BadArgument, INT8)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import gradwire
 import laws
 import loss_scale
+from auto_choice import chooses_int8, chosen_at, errors_are_the_formats
 from fsdp_training import PLAIN, Run, difference, meshes, replicas_of, whole
 from gradwire import _auto
 from gradwire.fsdp import compress
@@ -23,53 +24,24 @@ from training import small
 REQUEST = {"gradients": "auto:error=0.03,allow=bf16+int8+int4", "weights": "fp32"}
 
 
-@contextlib.contextmanager
-def chooses_int8() -> Iterator[None]:
-    """Makes the library's choice INT8: which format is the fastest depends on the machine."""
-    measured = _auto.choose
-
-    def choose(comm: Any, specs: Any, gradients: Any, **options: Any) -> Any:
-        int8 = next(spec for spec in specs if spec.startswith("int8"))
-        return measured(comm, specs, gradients, **options)._replace(spec=int8)
-
-    _auto.choose = choose
-    try:
-        yield
-    finally:
-        _auto.choose = measured
-
-
-def chosen_at(run: Run) -> int:
-    """Trains until the choice. Returns the number of steps in FP32."""
-    for step in range(30):
-        run.step(step)
-        if run.handle.choice is not None:
-            return step
-    raise AssertionError("no choice")
-
-
 @scenario()
 def auto_measures_formats_and_all_ranks_choose_alike() -> None:
     run = Run({"gradients": "auto"})
     check(run.handle.choice is None and run.handle.residual_bytes == 0, "before the first step")
-    first = chosen_at(run)
+    first = chosen_at(run, run.handle)
     check(first >= _auto.OBSERVED + 2, f"chosen before step {first}")
-    specs = laws.of_all_ranks(run.handle.choice["spec"])
-    check(len(set(specs)) == 1, f"{specs}")
-    rows = {row["spec"]: row["error"] for row in run.handle.choice["candidates"]}
-    check(list(rows) == ["fp32", "bf16", "int8", "int4"], f"{list(rows)}")
-    for spec, least, most in (("fp32", 0, 1e-6), ("bf16", 3e-4, 5e-3), ("int8", 5e-4, 4e-2),
-                              ("int4", 0.02, 0.6)):
-        check(least <= rows[spec] <= most, f"{spec}: error {rows[spec]}")
+    specs = [row["spec"] for row in run.handle.choice["candidates"]]
+    check(specs == ["fp32", "bf16", "int8", "int4"], f"{specs}")
+    errors_are_the_formats(run.handle.choice)
     run.close()
-    say(f"auto on {WORLD} ranks: {specs[0]}, chosen after {first} steps")
+    say(f"auto on {WORLD} ranks: {run.handle.choice['spec']}, chosen after {first} steps")
 
 
 @scenario()
 def auto_has_the_bits_of_fp32_and_then_of_the_choice() -> None:
     with chooses_int8():
         run = Run(REQUEST)
-        first = chosen_at(run)
+        first = chosen_at(run, run.handle)
     check(run.handle.choice["spec"] == "int8", f"chose {run.handle.choice}")
     check(run.handle.residual_bytes > 0, "the choice has error feedback")
     weights = run.steps(first + 1, first + 4)
