@@ -275,7 +275,7 @@ void compare(const RunOptions& given) {
   }
   if (prints) {
     for (const PlannedRun& planned : runs) {
-      if (!planned.config.trace.empty()) check_writable(planned.config.trace);
+      if (!planned.config.trace.empty()) OutputFile::would_be_regular(planned.config.trace);
     }
     say_start(run, options);
     say_earlier(runs);

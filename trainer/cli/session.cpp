@@ -273,13 +273,13 @@ int report(const char* text, int code) {
 }
 
 int train(const RunOptions& options) {
-  if (leads(options) && !options.log.empty()) check_writable(options.log);
-  if (leads(options) && !options.trace.empty()) check_writable(options.trace);
+  if (leads(options) && !options.log.empty()) OutputFile::would_be_regular(options.log);
+  if (leads(options) && !options.trace.empty()) OutputFile::would_be_regular(options.trace);
   if (leads(options) && !options.members.empty())
-    check_writable(options.members, OutputFile::Kind::private_file);
+    OutputFile::would_be_regular(options.members, OutputFile::Kind::private_file);
   Resolved run = resolve(options);
   if (run.automatic && !run.automatic->plan.empty() && leads(options)) {
-    check_writable(run.automatic->plan);
+    OutputFile::would_be_regular(run.automatic->plan);
     check_all_different(
         {{"auto:plan", run.automatic->plan}, {"--log", options.log}, {"--trace", options.trace}});
   }

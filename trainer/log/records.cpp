@@ -142,7 +142,7 @@ std::string settings_text(const std::string& run_record) {
 
 RunLog::RunLog(std::string path, const TrainConfig& config, const DataSplits& data, std::string choice)
     : path_(std::move(path)), config_(config), data_(data), choice_(std::move(choice)) {
-  check_writable(path_);
+  OutputFile::would_be_regular(path_);
 }
 
 void RunLog::on_run(const RunInfo& info) {
@@ -184,7 +184,7 @@ FileDescriptor RunLog::open(const RunInfo& info, bool& continues) const {
   std::string kept;
   if (file.is_regular() && (info.takes_over || !config_.resume.empty())) kept = kept_until(info);
   continues = !kept.empty();
-  return continues ? file.begin_with(kept, lock) : file.begin(lock);
+  return file.begin(kept, lock);
 }
 
 // Returns the records of the old log before this run's first step, or "" without an old log.
