@@ -143,10 +143,6 @@ struct Matrices {
 
 // The products of the passes with the BLAS library, one call per matrix, for comparison. The library reads M
 // once more, because the passes form M while they multiply.
-void gemms(const Stream& stream, const std::vector<Gemm>& calls) {
-  for (const Gemm& g : calls) gemm(stream, g);
-}
-
 enum class Product { project, back_project, residual };
 template <Product kProduct>
 Problem by_library(Arena&, const Matrices& m) {
@@ -166,6 +162,9 @@ Problem by_library(Arena&, const Matrices& m) {
     }
     calls.push_back(g);
   }
+  void (*const gemms)(const Stream&, const std::vector<Gemm>&) = [](const Stream& stream, const auto& all) {
+    for (const Gemm& g : all) gemm(stream, g);
+  };
   return m.launch(gemms, calls, kProduct == Product::residual ? 8 : 4, 1);
 }
 

@@ -74,7 +74,30 @@ class Collectives final : public Command {
                 "Every schedule, compression and transport, with nccl-tests' flags and columns") {
     for (ScheduleKind kind : all_schedules()) all_schedules_.emplace_back(name(kind));
     add_nccl_tests_flags();
-    add_own_flags();
+    Texts schedules = all_schedules_;
+    schedules.emplace_back("nccl");
+    add("--schedule", schedules_,
+        "Repeatable (default: all but nccl). nccl: NCCL's allreduce, for specs that send FP32",
+        CLI::IsMember(schedules));
+    add("--compression", compression_, "Compression spec; repeatable");
+    add("--transport", transports_,
+        "local (threads), tcp (processes) or nccl (processes with a GPU each); repeatable (default: local "
+        "and tcp)",
+        CLI::IsMember({"local", "tcp", "nccl"}));
+    add("--ranks", ranks_, "Number of ranks, unless a launcher started several", CLI::Range(1, 256));
+    add("--per-node", settings_.per_node, "Ranks per node of hierarchical schedules", CLI::Range(1, 256));
+    add_size("--slice", settings_.slice_bytes,
+             "Cut messages into slices of about this size, so that exchanges overlap with kernels; 0: no "
+             "overlap",
+             0);
+    device_ = "host";
+    add("--device", device_, "Device of local ranks", CLI::IsMember({"host", "cuda"}));
+    add("--rendezvous", rendezvous_,
+        "Rendezvous of launched ranks: tcp://host:port or file:///path (default: the launcher's)")
+        ->type_name("URL");
+    add("--timeout-s", timeout_s_, "Time for which a rank waits for a peer", CLI::PositiveNumber);
+    add("--no-baseline", no_baseline_, "Do not run the allreduce of gloo or NCCL");
+    add("--child", child_, "")->group("");
     add_files();
   }
 
@@ -155,33 +178,6 @@ class Collectives final : public Command {
         CLI::Range(0, 3));
     add("-u,--unalign", settings_.unalign, "Begin the buffer this many elements after an aligned address",
         CLI::Range(0, 1 << 20));
-  }
-
-  void add_own_flags() {
-    Texts schedules = all_schedules_;
-    schedules.emplace_back("nccl");
-    add("--schedule", schedules_,
-        "Repeatable (default: all but nccl). nccl: NCCL's allreduce, for specs that send FP32",
-        CLI::IsMember(schedules));
-    add("--compression", compression_, "Compression spec; repeatable");
-    add("--transport", transports_,
-        "local (threads), tcp (processes) or nccl (processes with a GPU each); repeatable (default: local "
-        "and tcp)",
-        CLI::IsMember({"local", "tcp", "nccl"}));
-    add("--ranks", ranks_, "Number of ranks, unless a launcher started several", CLI::Range(1, 256));
-    add("--per-node", settings_.per_node, "Ranks per node of hierarchical schedules", CLI::Range(1, 256));
-    add_size("--slice", settings_.slice_bytes,
-             "Cut messages into slices of about this size, so that exchanges overlap with kernels; 0: no "
-             "overlap",
-             0);
-    device_ = "host";
-    add("--device", device_, "Device of local ranks", CLI::IsMember({"host", "cuda"}));
-    add("--rendezvous", rendezvous_,
-        "Rendezvous of launched ranks: tcp://host:port or file:///path (default: the launcher's)")
-        ->type_name("URL");
-    add("--timeout-s", timeout_s_, "Time for which a rank waits for a peer", CLI::PositiveNumber);
-    add("--no-baseline", no_baseline_, "Do not run the allreduce of gloo or NCCL");
-    add("--child", child_, "")->group("");
   }
 
   // Returns every size with every spec and every schedule that supports this world size. Sets the ranks per
@@ -348,7 +344,7 @@ class Collectives final : public Command {
     const bool nccl = transport == "nccl";
     const int local_rank = launch.local_rank >= 0 ? launch.local_rank : launch.rank;
     std::unique_ptr<Communicator> comm =
-        join(launch, {.rendezvous = rendezvous_, .timeout_s = timeout_s_},
+        join(launch, tcp_options(rendezvous_, timeout_s_),
              nccl ? Device::cuda(local_rank % std::max(1, cuda_device_count())) : Device::host());
     CollectiveRank rank(*comm, settings_);
     AllreduceBaseline baseline_us;

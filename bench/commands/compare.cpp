@@ -90,10 +90,7 @@ const std::vector<std::string> kIdentity = {
     "model",  "op",         "variant", "spec",  "compression", "schedule", "transport", "ranks",  "rank",
     "device", "size_bytes", "shape",   "cache", "batch_size",  "average",  "blocking",  "unalign"};
 
-struct TimedRow {
-  std::string name;
-  Timing timing;
-};
+using TimedRow = std::pair<std::string, Timing>;  // the row's name and its measurement
 
 [[noreturn]] void refuse(const std::string& path, const std::string& why) {
   throw BadInput(
@@ -142,10 +139,10 @@ std::vector<TimedRow> read_rows(const std::string& path, const std::vector<std::
       std::string text = at->is_string() ? at->get<std::string>() : fmt::format("{}={}", key, at->dump());
       if (!text.empty()) name += (name.empty() ? "" : ", ") + text;
     }
-    if (const auto timing = timing_of(row, path)) rows.push_back({name, *timing});
+    if (const auto timing = timing_of(row, path)) rows.emplace_back(name, *timing);
     for (const auto& [key, value] : row.items()) {
       if (const auto timing = timing_of(value, path))
-        rows.push_back({fmt::format("{}, {}", name, key), *timing});
+        rows.emplace_back(fmt::format("{}, {}", name, key), *timing);
     }
   }
   if (rows.empty()) refuse(path, "no row has min_us and q3_us");
@@ -184,13 +181,13 @@ std::vector<TimedRow> read_runs(const std::string& joined, const std::vector<std
     const std::vector<TimedRow> read = read_rows(path, ignore);
     for (size_t i = 0; i < std::max(rows.size(), read.size()); ++i) {
       if (i >= rows.size())
-        refuse(path, fmt::format("row {}, '{}', is not in {}", i + 1, read[i].name, paths[0]));
-      if (i >= read.size() || read[i].name != rows[i].name)
-        refuse(path, fmt::format("row {} is not '{}' as in {}", i + 1, rows[i].name, paths[0]));
-      runs[i].push_back(read[i].timing);
+        refuse(path, fmt::format("row {}, '{}', is not in {}", i + 1, read[i].first, paths[0]));
+      if (i >= read.size() || read[i].first != rows[i].first)
+        refuse(path, fmt::format("row {} is not '{}' as in {}", i + 1, rows[i].first, paths[0]));
+      runs[i].push_back(read[i].second);
     }
   }
-  for (size_t i = 0; i < rows.size(); ++i) rows[i].timing = merge(runs[i]);
+  for (size_t i = 0; i < rows.size(); ++i) rows[i].second = merge(runs[i]);
   return rows;
 }
 
@@ -219,7 +216,7 @@ class Compare final : public Command {
     open();
     const std::vector<TimedRow> before = read_runs(before_, ignore_), after = read_runs(after_, ignore_);
     std::multimap<std::string, const Timing*> open_rows;  // equal names stay in order
-    for (const TimedRow& row : after) open_rows.emplace(row.name, &row.timing);
+    for (const auto& [name, timing] : after) open_rows.emplace(name, &timing);
     std::vector<std::string> alone;
     Table table = {{"row", "A, us", "B, us", "median", "verdict"}};
     std::map<std::string, int> counts;
@@ -242,7 +239,7 @@ class Compare final : public Command {
       throw BadInput(
           "{} and {} have no row in common: the first has '{}', the second '{}'; see "
           "--ignore",
-          before_, after_, before[0].name, after[0].name);
+          before_, after_, before[0].first, after[0].first);
     }
     fmt::print("{}\n{} rows: {} SAME, {} FASTER, {} SLOWER, {} UNSURE\n", table_text(table, "", true),
                rows_.size(), counts[kSame], counts[kFaster], counts[kSlower], counts[kUnsure]);

@@ -183,13 +183,6 @@ class CompressionPath {
   int64_t steps_ = 0;
 };
 
-// Creates an anonymous file that the child inherits. The file's path in the child is /proc/self/fd/<number>.
-FileDescriptor anonymous_file(const char* name) {
-  FileDescriptor file(memfd_create(name, 0));
-  if (!file) throw Error("memfd_create: {}", std::strerror(errno));
-  return file;
-}
-
 void write_all(int fd, std::string_view bytes) {
   if (const int error = write_fully(fd, bytes); error != 0)
     throw Error("write to the baseline: {}", std::strerror(error));
@@ -204,9 +197,11 @@ class PyTorchBaseline {
   PyTorchBaseline(const std::string& python, Device device, int threads,
                   const std::vector<GradientTensor>& tensors, std::span<const float> data)
       : python_(python) {
-    const FileDescriptor file = anonymous_file("gradients");
+    // The child inherits the files. Their paths in the child are /proc/self/fd/<number>.
+    const FileDescriptor file(memfd_create("gradients", 0));
+    errors_ = FileDescriptor(memfd_create("errors", 0));
+    if (!file || !errors_) throw Error("memfd_create: {}", std::strerror(errno));
     write_all(file.fd(), {reinterpret_cast<const char*>(data.data()), data.size_bytes()});
-    errors_ = anonymous_file("errors");
     nlohmann::json shapes = nlohmann::json::array();
     for (const GradientTensor& t : tensors) shapes.push_back(t.shape);
     nlohmann::json config = {{"device", device.is_host() ? "cpu" : device.name()},

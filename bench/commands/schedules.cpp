@@ -24,11 +24,6 @@
 namespace gradwire::bench {
 namespace {
 
-struct NamedSchedule {
-  std::string name;
-  Schedule schedule;
-};
-
 void drop_a_transfer(Schedule& s) {
   for (auto rounds = s.rounds.rbegin(); rounds != s.rounds.rend(); ++rounds) {
     for (Round& round : *rounds) {
@@ -85,26 +80,27 @@ class Schedules final : public Command {
 
  private:
   // Returns all schedules, with hierarchical schedules in the shapes `per_nodes`.
-  std::vector<NamedSchedule> schedules_of(int world, const std::vector<int>& per_nodes) const {
-    std::vector<NamedSchedule> all;
+  std::vector<std::pair<std::string, Schedule>> schedules_of(int world,
+                                                             const std::vector<int>& per_nodes) const {
+    std::vector<std::pair<std::string, Schedule>> all;
     const bool broadcasts = collective_ == Collective::broadcast;
     const int root = std::min(root_, world - 1);
     for (ScheduleKind kind : all_schedules()) {
       if (kind == ScheduleKind::hierarchical) continue;  // below, in several shapes
       if (kind == ScheduleKind::tree && broadcasts) continue;
       if (kind == ScheduleKind::two_shot && world > kMaxInputs + 1 && !broadcasts) continue;
-      all.push_back({name(kind), broadcasts ? broadcast(kind, world, root) : make_schedule(kind, world)});
+      all.emplace_back(name(kind), broadcasts ? broadcast(kind, world, root) : make_schedule(kind, world));
     }
     for (int per_node : per_nodes) {
       const int nodes = world / per_node;
       const std::string shape = fmt::format("hierarchical {}x{}", nodes, per_node);
       if (broadcasts) {
-        all.push_back({shape, broadcast(ScheduleKind::hierarchical, world, root, {.per_node = per_node})});
+        all.emplace_back(shape, broadcast(ScheduleKind::hierarchical, world, root, {.per_node = per_node}));
         continue;
       }
       for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
         if (check_ && nodes + per_node - 2 > kMaxInputs) continue;
-        all.push_back({fmt::format("{} {}", shape, name(between)), hierarchical(nodes, per_node, between)});
+        all.emplace_back(fmt::format("{} {}", shape, name(between)), hierarchical(nodes, per_node, between));
       }
     }
     for (auto& [label, schedule] : all) {
@@ -221,7 +217,14 @@ class Numerics final : public Command {
     fmt::print("# relative error of a sum of {} normal values per rank, without error feedback\n", elements_);
     print_heading();
     for (int world : worlds_) {
-      make_inputs(world);
+      // Independent standard normal values, and their sums.
+      inputs_.assign(static_cast<size_t>(world), std::vector<float>(static_cast<size_t>(elements_)));
+      exact_.assign(static_cast<size_t>(elements_), 0.0);
+      for (int r = 0; r < world; ++r) {
+        std::mt19937_64 generator(seed_ * 1'000'003 + static_cast<uint64_t>(r));
+        std::normal_distribution<float> normal;
+        for (size_t i = 0; i < exact_.size(); ++i) exact_[i] += inputs_[r][i] = normal(generator);
+      }
       const int per_node = usual_per_node(world);
       for (ScheduleKind kind : all_schedules()) {
         const bool hierarchical = kind == ScheduleKind::hierarchical;
@@ -236,17 +239,6 @@ class Numerics final : public Command {
   }
 
  private:
-  // Sets inputs_ to independent standard normal values, and exact_ to their sums.
-  void make_inputs(int world) {
-    inputs_.assign(static_cast<size_t>(world), std::vector<float>(static_cast<size_t>(elements_)));
-    exact_.assign(static_cast<size_t>(elements_), 0.0);
-    for (int r = 0; r < world; ++r) {
-      std::mt19937_64 generator(seed_ * 1'000'003 + static_cast<uint64_t>(r));
-      std::normal_distribution<float> normal;
-      for (size_t i = 0; i < exact_.size(); ++i) exact_[i] += inputs_[r][i] = normal(generator);
-    }
-  }
-
   // Prints the errors of a schedule with each spec as one line, and adds a row for each.
   void measure(const std::string& label, const Schedule& schedule, const std::vector<CompressionSpec>& specs,
                bool fp32_intra_node) {

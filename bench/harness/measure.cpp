@@ -39,16 +39,6 @@ double us_since(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
 }
 
-// Returns the size of the last-level cache according to the kernel; 64 MiB if unknown.
-int64_t host_cache_bytes() {
-  for (int level : {4, 3, 2}) {
-    std::ifstream file(fmt::format("/sys/devices/system/cpu/cpu0/cache/index{}/size", level));
-    int64_t kib = 0;
-    if (file >> kib && kib > 0) return std::clamp(kib << 10, int64_t{4} << 20, int64_t{256} << 20);
-  }
-  return int64_t{64} << 20;
-}
-
 #ifdef GRADWIRE_HAS_CUDA
 void check(cudaError_t status, const char* call) {
   if (status != cudaSuccess) throw DeviceError("{}: {}", call, cudaGetErrorString(status));
@@ -59,10 +49,6 @@ void check(cudaError_t status, const char* call) {
 // addresses, `bytes` a multiple of 64. An ordinary store first reads its cache line, so a copy reaches at
 // most two thirds of the bandwidth.
 using CopyLoop = void (*)(void* to, const void* from, int64_t bytes);
-
-void with_memcpy(void* to, const void* from, int64_t bytes) {
-  std::memcpy(to, from, static_cast<size_t>(bytes));
-}
 
 GW_SIMD void with_vectors(void* to, const void* from, int64_t bytes) {
   auto* out = static_cast<float*>(to);
@@ -86,25 +72,28 @@ __attribute__((target("avx"))) void non_temporal(void* to, const void* from, int
 }
 #endif
 
-// Copies on all host threads. Rounds `bytes` down to a multiple of 64.
-void copy_in_parallel(CopyLoop loop, void* to, const void* from, int64_t bytes) {
-  const int64_t grain = std::clamp<int64_t>(bytes / host_threads() / 64 * 64, 64 << 10, 1 << 20);
-  parallel_for(bytes / 64 * 64, grain, [=](int64_t begin, int64_t end) {
-    loop(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin, end - begin);
-  });
-}
-
 }  // namespace
 
 DeviceUnderTest::DeviceUnderTest(Device device_, const StopRule& stop)
     : device(device_),
       sm_clock(device),
       stream(device.is_host() ? Stream::immediate_host() : Stream::create(device, "bench")),
-      stop_(stop) {
+      stop_(stop),
+      reference_stop_(stop) {
+  reference_stop_.error = std::max(stop.error, 0.01);
+  reference_stop_.min_s = std::min(stop.min_s, 0.1);
+  reference_stop_.max_s = std::min(stop.max_s, 1.0);
   if (device.is_host()) {
     const int threads = host_threads();
     description = fmt::format("host, {} {}", threads, threads == 1 ? "thread" : "threads");
-    flush_bytes = 2 * host_cache_bytes();
+    // Twice the last-level cache according to the kernel; 128 MiB if unknown.
+    flush_bytes = int64_t{128} << 20;
+    for (int level : {2, 3, 4}) {
+      std::ifstream file(fmt::format("/sys/devices/system/cpu/cpu0/cache/index{}/size", level));
+      int64_t kib = 0;
+      if (file >> kib && kib > 0)
+        flush_bytes = 2 * std::clamp(kib << 10, int64_t{4} << 20, int64_t{256} << 20);
+    }
   } else {
 #ifdef GRADWIRE_HAS_CUDA
     cudaDeviceProp properties{};
@@ -189,14 +178,6 @@ std::vector<Timing> DeviceUnderTest::time_in_turns(const std::vector<Work>& work
   return timings;
 }
 
-StopRule DeviceUnderTest::reference_rule() const {
-  StopRule rule = stop_;
-  rule.error = std::max(rule.error, 0.01);
-  rule.min_s = std::min(rule.min_s, 0.1);
-  rule.max_s = std::min(rule.max_s, 1.0);
-  return rule;
-}
-
 std::vector<std::pair<const char*, Work>> DeviceUnderTest::copy_ways(int64_t each) {
   if (static_cast<int64_t>(copy_to_.bytes()) < each) {
     for (Buffer* buffer : {&copy_from_, &copy_to_}) {
@@ -209,9 +190,14 @@ std::vector<std::pair<const char*, Work>> DeviceUnderTest::copy_ways(int64_t eac
     return {{"cudaMemcpyAsync", [=](const Stream& s) { copy(s, to, from, static_cast<size_t>(each)); }}};
   std::vector<std::pair<const char*, Work>> ways;
   auto add = [&](const char* name, CopyLoop loop) {
-    ways.emplace_back(name, [=](const Stream&) { copy_in_parallel(loop, to, from, each); });
+    ways.emplace_back(name, [=](const Stream&) {
+      const int64_t grain = std::clamp<int64_t>(each / host_threads() / 64 * 64, 64 << 10, 1 << 20);
+      parallel_for(each / 64 * 64, grain, [=](int64_t begin, int64_t end) {
+        loop(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin, end - begin);
+      });
+    });
   };
-  add("memcpy", with_memcpy);
+  add("memcpy", [](void* out, const void* in, int64_t n) { std::memcpy(out, in, static_cast<size_t>(n)); });
   add("vector stores", with_vectors);
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx")) add("non-temporal stores", non_temporal);
@@ -230,7 +216,7 @@ std::pair<Timing, double> DeviceUnderTest::time_with_copy(const Work& work, int6
     timings = time_in_turns(works, true, stop_);
   } else {
     for (const Work& each_work : works) {  // alternating works would evict each other from the caches
-      const StopRule& rule = timings.empty() ? stop_ : reference_rule();
+      const StopRule& rule = timings.empty() ? stop_ : reference_stop_;
       timings.push_back(time_in_turns({each_work}, false, rule).front());
     }
   }
@@ -244,7 +230,7 @@ std::string DeviceUnderTest::describe_copies() {
   const auto ways = copy_ways(large_copy_bytes_);
   std::vector<Work> works;
   for (const auto& [name, work] : ways) works.push_back(work);
-  std::vector<Timing> timings = time_in_turns(works, true, reference_rule());
+  std::vector<Timing> timings = time_in_turns(works, true, reference_stop_);
   std::string text;
   for (size_t i = 0; i < ways.size(); ++i) {
     const double gbps = 2.0 * static_cast<double>(large_copy_bytes_) / timings[i].median_us / 1e3;

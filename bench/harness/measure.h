@@ -116,10 +116,9 @@ class DeviceUnderTest {
  private:
   // Times works in turns until `stop` ends the measurement of the first.
   std::vector<Timing> time_in_turns(const std::vector<Work>& works, bool cold, const StopRule& stop);
-  StopRule reference_rule() const;
   std::vector<std::pair<const char*, Work>> copy_ways(int64_t each);
 
-  StopRule stop_;
+  StopRule stop_, reference_stop_;  // of measurements, and of copies
   int64_t large_copy_bytes_ = 0;
   Buffer flush_, copy_from_, copy_to_;
 };

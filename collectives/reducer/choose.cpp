@@ -16,7 +16,6 @@
 namespace gradwire {
 namespace {
 
-constexpr double kTie = 1.05;
 constexpr int kRepetitions = 3;
 
 double milliseconds(const std::function<void()>& work) {
@@ -126,20 +125,21 @@ double exposed_ms(const std::vector<BucketRange>& buckets, double communicate_ms
   return std::max(0.0, end - backward_ms);
 }
 
-size_t choose_trial(const std::vector<SpecTrial>& trials, double compute_ms, double error) {
-  const auto step = [&](size_t i) { return compute_ms + trials[i].exposed_ms; };
-  std::vector<size_t> allowed{0};
-  for (size_t i = 1; i < trials.size(); ++i) {
-    if (trials[i].error <= error) allowed.push_back(i);  // not NaN
+}  // namespace
+
+size_t choose_candidate(const std::vector<double>& errors, const std::vector<double>& step_ms, double limit,
+                        double tie) {
+  std::vector<size_t> allowed;
+  for (size_t i = 0; i < errors.size(); ++i) {
+    if (i == 0 || errors[i] <= limit || std::isinf(limit)) allowed.push_back(i);  // not NaN within a limit
   }
-  const size_t fastest = *std::ranges::min_element(allowed, {}, step);
-  std::erase_if(allowed, [&](size_t i) { return step(i) > kTie * step(fastest); });
+  const auto step = [&](size_t i) { return step_ms[i]; };
+  const double shortest = step(*std::ranges::min_element(allowed, {}, step));
+  std::erase_if(allowed, [&](size_t i) { return step(i) > tie * shortest; });
   return *std::ranges::min_element(allowed, {}, [&](size_t i) {
-    return std::isnan(trials[i].error) ? std::numeric_limits<double>::infinity() : trials[i].error;
+    return std::isnan(errors[i]) ? std::numeric_limits<double>::infinity() : errors[i];
   });
 }
-
-}  // namespace
 
 std::string choice_obstacle(const CompressionSpec& spec) {
   if (spec.policy.start > 0 || spec.policy.ramp > 0)
@@ -195,11 +195,14 @@ SpecChoice choose_spec(Communicator& comm, const Stream& stream, const Stream& c
     numbers.push_back(static_cast<float>(error.root()));
   }
   numbers = averaged(comm, stream, caller, numbers);
+  std::vector<double> errors, steps;
   for (size_t i = 0; i < specs.size(); ++i) {
     const double ms = numbers[2 + 2 * i];
     out.trials[i] = {numbers[3 + 2 * i], ms, exposed_ms(buckets, ms, numbers[1])};
+    errors.push_back(out.trials[i].error);
+    steps.push_back(numbers[0] + out.trials[i].exposed_ms);
   }
-  out.chosen = choose_trial(out.trials, numbers[0], options.error);
+  out.chosen = choose_candidate(errors, steps, options.error);
   return out;
 }
 

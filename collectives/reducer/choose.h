@@ -34,10 +34,17 @@ struct SpecChoice {
 // Returns why specs cannot be compared by one encode of the same gradients; "" if they can.
 std::string choice_obstacle(const CompressionSpec& spec);
 
-// Averages the gradients in FP32, then tries each spec on copies of that mean, and chooses the spec with the
-// smallest error whose step takes at most 5 % longer than the shortest. The first spec is always allowed, the
-// others only within the error. Collective: all ranks pass the same arguments, and get the same result, which
-// has no choice if it has a problem. `gradients` have the tensors' types, are on the communicator's device,
+// Candidates within this factor of the shortest step count as a tie: about the error of a prediction.
+constexpr double kChoiceTie = 1.05;
+// Returns the choice of `auto`: of the candidates whose step takes at most `tie` times the shortest, the one
+// with the smallest error. The first is always allowed, the others only within `limit`; an infinite limit
+// allows all. Errors that are not numbers come last.
+size_t choose_candidate(const std::vector<double>& errors, const std::vector<double>& step_ms, double limit,
+                        double tie = kChoiceTie);
+
+// Averages the gradients in FP32, tries each spec on copies of that mean, and chooses a spec by
+// choose_candidate(). Collective: all ranks pass the same arguments, and get the same result, which has no
+// choice if it has a problem. `gradients` have the tensors' types, are on the communicator's device,
 // and do not change. Blocks. Needs memory for two copies of the gradients on the device, two on the host, and
 // one reducer.
 SpecChoice choose_spec(Communicator& comm, const Stream& stream, const Stream& caller,

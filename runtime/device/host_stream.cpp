@@ -73,30 +73,17 @@ struct HostEvent final : Event::Impl {
 };
 
 // The existing host streams.
-class HostStreams {
- public:
-  // Returns the list, which is never destroyed because streams may outlive static objects. Never fails.
-  static HostStreams& all() {
-    alignas(HostStreams) static std::byte memory[sizeof(HostStreams)];
-    static HostStreams* const streams = new (memory) HostStreams;
-    return *streams;
-  }
-  // Adds the only element of the list `one`. Never fails.
-  void add(std::list<HostStream*>& one) {
-    std::lock_guard lock(mutex_);
-    streams_.splice(streams_.end(), one);
-  }
-  void remove(HostStream* stream) {
-    std::lock_guard lock(mutex_);
-    streams_.remove(stream);
-  }
-  // Releases `memory` once every stream has passed this point. Does not wait.
-  void release_in_order(std::shared_ptr<void> memory) noexcept;
-
- private:
-  std::mutex mutex_;
-  std::list<HostStream*> streams_;
+struct HostStreams {
+  std::mutex mutex;
+  std::list<HostStream*> list;
 };
+
+// Never fails. The result is never destroyed, because streams may outlive static objects.
+HostStreams& host_streams() {
+  alignas(HostStreams) static std::byte memory[sizeof(HostStreams)];
+  static HostStreams* const streams = new (memory) HostStreams;
+  return *streams;
+}
 
 struct HostStream final : Stream::Impl {
   HostStream(std::string name, bool immediate, Stream::Priority priority = Stream::Priority::normal)
@@ -104,11 +91,15 @@ struct HostStream final : Stream::Impl {
     if (immediate) return;
     std::list<HostStream*> mine{this};
     thread = Thread(fmt::format("a thread of stream '{}'", this->name), [this] { work(); });
-    HostStreams::all().add(mine);
+    std::lock_guard lock(host_streams().mutex);
+    host_streams().list.splice(host_streams().list.end(), mine);  // cannot fail
   }
   ~HostStream() override {
     if (!thread.joinable()) return;
-    HostStreams::all().remove(this);
+    {
+      std::lock_guard lock(host_streams().mutex);
+      host_streams().list.remove(this);
+    }
     {
       std::lock_guard lock(mutex);
       stop = true;
@@ -223,16 +214,6 @@ struct HostStream final : Stream::Impl {
   Thread thread;
 };
 
-void HostStreams::release_in_order(std::shared_ptr<void> memory) noexcept {
-  try {
-    std::lock_guard lock(mutex_);
-    for (HostStream* stream : streams_) stream->push({[memory] {}, true});
-  } catch (...) {  // not enough memory for the task: never frees `memory`, because a task may still use it
-    alignas(std::shared_ptr<void>) std::byte never_destroyed[sizeof memory];
-    new (never_destroyed) std::shared_ptr<void>(std::move(memory));
-  }
-}
-
 void HostEvent::record(Stream::Impl& stream) {
   auto* host_stream = dynamic_cast<HostStream*>(&stream);
   if (host_stream == nullptr)
@@ -257,7 +238,13 @@ std::shared_ptr<Event::Impl> make_event(bool timer) {
 }
 
 void release_in_order(std::shared_ptr<void> memory) noexcept {
-  HostStreams::all().release_in_order(std::move(memory));
+  try {
+    std::lock_guard lock(host_streams().mutex);
+    for (HostStream* stream : host_streams().list) stream->push({[memory] {}, true});
+  } catch (...) {  // not enough memory for the task: never frees `memory`, because a task may still use it
+    alignas(std::shared_ptr<void>) std::byte never_destroyed[sizeof memory];
+    new (never_destroyed) std::shared_ptr<void>(std::move(memory));
+  }
 }
 
 }  // namespace gradwire::host

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <memory>
 #include <mutex>
 #include <new>
 
@@ -31,32 +30,25 @@ int64_t steady_ns() {
   return nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-struct Looker {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool stop = false;
-  Thread thread;
-};
-
 struct State {
   // Written under `mutex`. The uncounted time is written first, then the time of the reading.
   std::atomic<int64_t> stopped{0}, long_stops{0};
   std::atomic<int64_t> looked_at{0};  // 0: no Watch exists
   std::mutex mutex;
-  std::mutex watches_mutex;  // guards the members below
+  std::mutex watches_mutex;  // guards `watches` and `thread`
   int watches = 0;
-  Looker* looker = nullptr;
+  Thread thread;
+  std::condition_variable ended;  // notified when the last Watch ends, with `mutex`
 };
 
 State& state() {
-  static constinit State all;  // has no destructor: threads may read the clock while the process exits
+  static State& all = *new State;  // never destroyed: threads may read the clock while the process exits
   return all;
 }
 
-// Reads the time and detects a stop since the last reading. Returns the time.
+// Reads the time and detects a stop since the last reading. Returns the time. Requires the lock of `mutex`.
 int64_t look() {
   State& s = state();
-  std::lock_guard lock(s.mutex);
   const int64_t looked_at = s.looked_at, now = steady_ns(), gap = now - looked_at;
   if (looked_at != 0) {
     if (gap > nanoseconds(kStop).count()) s.stopped += gap - nanoseconds(kLookEvery).count();
@@ -66,17 +58,6 @@ int64_t look() {
   return now - s.stopped;
 }
 
-// Resets the state in a forked process: the fork lacks the parent's threads, and its copies of the mutexes
-// may be locked.
-void forget_parent() {
-  State& s = state();
-  new (&s.mutex) std::mutex;
-  new (&s.watches_mutex) std::mutex;
-  s.looked_at = 0;
-  s.watches = 0;
-  s.looker = nullptr;
-}
-
 }  // namespace
 
 RunningClock::time_point RunningClock::now() noexcept {
@@ -84,9 +65,12 @@ RunningClock::time_point RunningClock::now() noexcept {
   // Load looked_at first: a thread that sees a sample's time then also sees the sample's `stopped`.
   const int64_t looked_at = s.looked_at.load(std::memory_order_acquire), stopped = s.stopped;
   const int64_t steady = steady_ns();
-  const bool stop = looked_at != 0 && steady - looked_at > nanoseconds(kStop).count();
-  return time_point(kEpoch + nanoseconds(stop ? look() : steady - stopped) +
-                    (cancelled() ? kCancelled : nanoseconds(0)));
+  int64_t now = steady - stopped;
+  if (looked_at != 0 && steady - looked_at > nanoseconds(kStop).count()) {
+    std::lock_guard lock(state().mutex);
+    now = look();
+  }
+  return time_point(kEpoch + nanoseconds(now) + (cancelled() ? kCancelled : nanoseconds(0)));
 }
 
 bool RunningClock::cancelled() noexcept {
@@ -107,19 +91,26 @@ int64_t RunningClock::long_stops() noexcept {
 }
 
 RunningClock::Watch::Watch() : process_(getpid()) {
-  static const int forks = pthread_atfork(nullptr, nullptr, forget_parent);
+  // A forked process lacks the parent's threads, and its copies of the mutexes may be locked.
+  static const int forks = pthread_atfork(nullptr, nullptr, [] {
+    const int64_t stopped = state().stopped, long_stops = state().long_stops;
+    State& fresh = *new (&state()) State;
+    fresh.stopped = stopped, fresh.long_stops = long_stops;
+  });
   static_cast<void>(forks);
   State& s = state();
   std::lock_guard lock(s.watches_mutex);
   if (s.watches == 0) {
-    auto looker = std::make_unique<Looker>();
-    looker->thread = Thread("the thread that notices when the process is stopped", [looker = looker.get()] {
-      std::unique_lock waiting(looker->mutex);
-      while (!looker->changed.wait_for(waiting, kLookEvery, [&] { return looker->stop; })) look();
-    });
-    s.looker = looker.release();
-    std::lock_guard looking(s.mutex);
     s.looked_at = steady_ns();
+    try {
+      s.thread = Thread("the thread that notices when the process is stopped", [&s] {
+        std::unique_lock waiting(s.mutex);
+        while (!s.ended.wait_for(waiting, kLookEvery, [&] { return s.looked_at == 0; })) look();
+      });
+    } catch (...) {
+      s.looked_at = 0;
+      throw;
+    }
   }
   ++s.watches;
 }
@@ -133,14 +124,8 @@ RunningClock::Watch::~Watch() {
     std::lock_guard looking(s.mutex);
     s.looked_at = 0;
   }
-  {
-    std::lock_guard stopping(s.looker->mutex);
-    s.looker->stop = true;
-  }
-  s.looker->changed.notify_all();
-  s.looker->thread.join();
-  delete s.looker;
-  s.looker = nullptr;
+  s.ended.notify_all();
+  s.thread.join();
 }
 
 }  // namespace gradwire

@@ -21,34 +21,24 @@
 #include "runtime/util/parse.h"
 
 namespace gradwire {
-namespace {
-
-// The smallest stack of a thread. glibc's default is `ulimit -s`, which may be too small for OpenBLAS and for
-// the name lookup of a host.
-constexpr size_t kLeastStack = size_t{2} << 20;
-
-void* run_body(void* argument) noexcept {
-  const std::unique_ptr<std::function<void()>> body(static_cast<std::function<void()>*>(argument));
-  (*body)();
-  return nullptr;
-}
-
-int create(pthread_t& handle, std::function<void()>* body) {
+Thread::Thread(std::string_view what, std::function<void()> body) {
+  // The smallest stack. glibc's default is `ulimit -s`, which may be too small for OpenBLAS and for the name
+  // lookup of a host.
+  constexpr size_t kLeastStack = size_t{2} << 20;
+  auto owned = std::make_unique<std::function<void()>>(std::move(body));
+  const auto run = [](void* argument) noexcept -> void* {
+    const std::unique_ptr<std::function<void()>> mine(static_cast<std::function<void()>*>(argument));
+    (*mine)();
+    return nullptr;
+  };
   pthread_attr_t attributes;
-  if (const int error = pthread_attr_init(&attributes); error != 0) return error;
+  if (pthread_attr_init(&attributes) != 0) throw_no_thread(what);
   size_t stack = 0;
   pthread_attr_getstacksize(&attributes, &stack);
   pthread_attr_setstacksize(&attributes, std::max(stack, kLeastStack));
-  const int error = pthread_create(&handle, &attributes, run_body, body);
+  const int error = pthread_create(&handle_, &attributes, run, owned.get());
   pthread_attr_destroy(&attributes);
-  return error;
-}
-
-}  // namespace
-
-Thread::Thread(std::string_view what, std::function<void()> body) {
-  auto owned = std::make_unique<std::function<void()>>(std::move(body));
-  if (create(handle_, owned.get()) != 0) throw_no_thread(what);
+  if (error != 0) throw_no_thread(what);
   [[maybe_unused]] auto* const now_the_threads = owned.release();
   joinable_ = true;
 }
@@ -75,28 +65,8 @@ void Thread::detach() {
 
 namespace {
 
-// Returns the quota in one control group's folder, in processors, or 0 if there is none.
-double quota_in(const std::string& folder) {
-  std::string quota;
-  double period = 0;
-  if (std::ifstream file(folder + "/cpu.max"); !(file >> quota >> period)) {
-    std::ifstream(folder + "/cpu.cfs_quota_us") >> quota;
-    std::ifstream(folder + "/cpu.cfs_period_us") >> period;
-  }
-  return period <= 0 ? 0 : parse_number(quota, 0.0).value_or(0) / period;  // "max", "-1": no quota
-}
-
-// Returns the bytes that one control group's folder allows, or 0 if it has no limit.
-double memory_in(const std::string& folder) {
-  std::string bytes;
-  if (std::ifstream file(folder + "/memory.max"); !(file >> bytes))
-    std::ifstream(folder + "/memory.limit_in_bytes") >> bytes;
-  const double limit = parse_number(bytes, 0.0).value_or(0);  // "max": no limit
-  return limit < 0x1p62 ? limit : 0;                          // 2^63 - 4096: no limit
-}
-
 // Returns the smallest limit that `limit_in` finds in the folders of this process's control groups and their
-// parents; 0 without a limit.
+// parents; 0 without a limit. `limit_in` returns the limit in a group's folder, or 0.
 double least_limit(const std::string& root, const std::string& controller,
                    double (*limit_in)(const std::string&)) {
   std::ifstream groups(root + "/proc/self/cgroup");
@@ -135,10 +105,26 @@ int cpus_by_affinity() {
 }
 
 int cpus_by_quota(const std::string& root) {
+  const auto quota_in = [](const std::string& folder) {
+    std::string quota;
+    double period = 0;
+    if (std::ifstream file(folder + "/cpu.max"); !(file >> quota >> period)) {
+      std::ifstream(folder + "/cpu.cfs_quota_us") >> quota;
+      std::ifstream(folder + "/cpu.cfs_period_us") >> period;
+    }
+    return period <= 0 ? 0 : parse_number(quota, 0.0).value_or(0) / period;  // "max", "-1": no quota
+  };
   return static_cast<int>(std::ceil(least_limit(root, "cpu", quota_in) - 1e-9));
 }
 
 int64_t memory_by_limit(const std::string& root) {
+  const auto memory_in = [](const std::string& folder) {
+    std::string bytes;
+    if (std::ifstream file(folder + "/memory.max"); !(file >> bytes))
+      std::ifstream(folder + "/memory.limit_in_bytes") >> bytes;
+    const double limit = parse_number(bytes, 0.0).value_or(0);  // "max": no limit
+    return limit < 0x1p62 ? limit : 0;                          // 2^63 - 4096: no limit
+  };
   return static_cast<int64_t>(least_limit(root, "memory", memory_in));
 }
 
@@ -150,15 +136,6 @@ std::optional<rlim_t> limit(__rlimit_resource_t resource) {
   return limits.rlim_cur;
 }
 
-// Returns whether the kernel refuses memory that it could not back with RAM and swap.
-bool strict_overcommit() {
-  std::FILE* file = std::fopen("/proc/sys/vm/overcommit_memory", "re");
-  if (file == nullptr) return false;
-  const int setting = std::fgetc(file);
-  std::fclose(file);
-  return setting == '2';
-}
-
 // Returns "address space is limited to 1203 MiB (ulimit -v), vm.overcommit_memory is 2"; empty without
 // limits.
 std::string memory_limits() {
@@ -168,7 +145,11 @@ std::string memory_limits() {
     add(fmt::format("address space is limited to {} MiB (ulimit -v)", *bytes >> 20));
   if (const auto bytes = limit(RLIMIT_DATA))
     add(fmt::format("data is limited to {} MiB (ulimit -d)", *bytes >> 20));
-  if (strict_overcommit()) add("vm.overcommit_memory is 2");
+  // 2: the kernel refuses memory that it could not back with RAM and swap.
+  if (std::FILE* file = std::fopen("/proc/sys/vm/overcommit_memory", "re")) {
+    if (std::fgetc(file) == '2') add("vm.overcommit_memory is 2");
+    std::fclose(file);
+  }
   return text;
 }
 

@@ -22,17 +22,15 @@
 namespace gradwire {
 namespace {
 
-int default_threads() {
-  if (const char* text = environment("GRADWIRE_THREADS")) {
-    if (const auto threads = parse_number(text, 1, 4096)) return *threads;
-    throw BadInput("GRADWIRE_THREADS='{}' is not a number from 1 to 4096", text);
-  }
-  const int cpus = cpus_by_affinity(), quota = cpus_by_quota();
-  return quota > 0 ? std::min(cpus, quota) : cpus;
-}
-
 std::atomic<int>& threads_setting() {
-  static std::atomic<int> threads{default_threads()};
+  static std::atomic<int> threads{[] {
+    if (const char* text = environment("GRADWIRE_THREADS")) {
+      if (const auto given = parse_number(text, 1, 4096)) return *given;
+      throw BadInput("GRADWIRE_THREADS='{}' is not a number from 1 to 4096", text);
+    }
+    const int cpus = cpus_by_affinity(), quota = cpus_by_quota();
+    return quota > 0 ? std::min(cpus, quota) : cpus;
+  }()};
   return threads;
 }
 

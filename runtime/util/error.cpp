@@ -37,27 +37,21 @@ void exit_cleanly_without_memory(const char* program) noexcept {
   std::set_terminate(terminate);
 }
 
-namespace {
-
-// Returns the least number of insertions, deletions and replacements that turn `a` into `b`.
-size_t edits(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), size_t{0});
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = std::exchange(row[0], i);
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
-    }
-  }
-  return row.back();
-}
-
-}  // namespace
-
 std::string suggestion(std::string_view wrong, const std::vector<std::string_view>& names) {
-  const auto distance = [&](std::string_view name) { return edits(wrong, name); };
+  // The least number of insertions, deletions and replacements that turn `wrong` into the name.
+  const auto distance = [&](std::string_view name) {
+    std::vector<size_t> row(name.size() + 1);
+    std::iota(row.begin(), row.end(), size_t{0});
+    for (size_t i = 1; i <= wrong.size(); ++i) {
+      size_t diagonal = std::exchange(row[0], i);
+      for (size_t j = 1; j <= name.size(); ++j) {
+        const size_t replaced = diagonal + (wrong[i - 1] == name[j - 1] ? 0 : 1);
+        diagonal = row[j];
+        row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
+      }
+    }
+    return row.back();
+  };
   const auto best = std::ranges::min_element(names, {}, distance);
   if (best == names.end() || distance(*best) > std::max<size_t>(2, wrong.size() / 2)) return {};
   return fmt::format("; did you mean '{}'?", *best);

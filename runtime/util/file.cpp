@@ -164,19 +164,6 @@ bool same(const struct stat& a, const struct stat& b) {
   return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
-// Returns whether `path` still names the file `fd`.
-bool is_at(int fd, const std::string& path) {
-  struct stat open {
-  }, named{};
-  return fstat(fd, &open) == 0 && lstat(path.c_str(), &named) == 0 && same(open, named);
-}
-
-// Returns whether the file may still be written in place after creating or renaming a temporary file failed
-// with `error`.
-bool only_in_place(int error) {
-  return is_unsupported(error) || error == EBUSY || error == EXDEV || error == EROFS || error == ENAMETOOLONG;
-}
-
 // Returns a descriptor of standard output for the result that '-' names, or -1. From the first call on, the
 // text that the command prints goes to standard error.
 int standard_output_for_result() {
@@ -217,8 +204,11 @@ bool OutputFile::would_be_regular(const std::string& path, Kind kind) {
 
 void OutputFile::plan() {
   const bool dash = path_ == "-" && kind_ == Kind::result;
-  if (dash) descriptor_ = standard_output_for_result();
-  if (!dash) target_ = without_links(path_, descriptor_);
+  if (dash) {
+    descriptor_ = standard_output_for_result();
+  } else {
+    target_ = without_links(path_, descriptor_);
+  }
   struct stat status {};
   if (dash || descriptor_ >= 0) {
     if (fstat(descriptor_, &status) != 0) refuse(fmt::format("descriptor {} is not open", descriptor_));
@@ -231,7 +221,12 @@ void OutputFile::plan() {
   }
   if (stat(path_.c_str(), &status) != 0) {
     if (errno != ENOENT) refuse(std::strerror(errno));
-    return plan_new();
+    const std::string folder = folder_of(target_);
+    auto bad_folder = [&] { refuse(fmt::format("folder {}: {}", folder, std::strerror(errno))); };
+    if (stat(folder.c_str(), &status) != 0) bad_folder();
+    if (!S_ISDIR(status.st_mode)) refuse(folder + " is not a folder");
+    if (access(folder.c_str(), W_OK | X_OK) != 0) bad_folder();
+    return;
   }
   const mode_t type = status.st_mode;
   const bool streams = (S_ISCHR(type) || S_ISFIFO(type)) && kind_ == Kind::result;
@@ -266,15 +261,6 @@ void OutputFile::plan() {
   group_ = status.st_gid;
 }
 
-void OutputFile::plan_new() {
-  const std::string folder = folder_of(target_);
-  struct stat status {};
-  auto bad_folder = [&] { refuse(fmt::format("folder {}: {}", folder, std::strerror(errno))); };
-  if (stat(folder.c_str(), &status) != 0) bad_folder();
-  if (!S_ISDIR(status.st_mode)) refuse(folder + " is not a folder");
-  if (access(folder.c_str(), W_OK | X_OK) != 0) bad_folder();
-}
-
 void OutputFile::open_stream() {
   if (descriptor_ >= 0) {
     stream_ = FileDescriptor(fcntl(descriptor_, F_DUPFD_CLOEXEC, 3));
@@ -297,99 +283,80 @@ void OutputFile::open_stream() {
 
 void OutputFile::write(std::string_view contents) {
   if (path_.empty()) return;
-  if (!put(contents, nullptr).close()) fail(errno);
+  if (!begin(contents, Lock::none).close()) fail(errno);
 }
 
-FileDescriptor OutputFile::begin(Lock lock) {
-  return how_ == How::replace ? write_in_place("", &lock) : put("", &lock);
-}
-
-FileDescriptor OutputFile::begin_with(std::string_view contents, Lock lock) {
-  return put(contents, &lock);
-}
-
-FileDescriptor OutputFile::put(std::string_view contents, const Lock* lock) {
-  if (how_ == How::replace) return replace(contents, lock);
-  if (how_ == How::in_place) return write_in_place(contents, lock);
+FileDescriptor OutputFile::begin(std::string_view contents, Lock lock) {
+  if (how_ != How::stream) {
+    const bool empties = lock != Lock::none && contents.empty();
+    return how_ == How::replace && !empties ? replace(contents, lock) : write_in_place(contents, lock);
+  }
   if (!stream_) open_stream();  // an earlier write has closed the stream
   std::fflush(stdout);          // writes earlier output first, where the descriptor is stdout's
   if (const int error = write_fully(stream_.fd(), contents); error != 0) fail(error);
   return std::move(stream_);
 }
 
-namespace {
-
-// Locks `file`, which was opened as `path`. Returns false if `path` has come to name another file.
-bool take_lock(const FileDescriptor& file, const std::string& path, OutputFile::Lock lock,
-               const std::string& given) {
-  if (flock(file.fd(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK && lock == OutputFile::Lock::take) {
-    throw BadInput("{}: another run is writing to it; stop that run, or name another file", given);
-  }
-  return is_at(file.fd(), path);
-}
-
-FileDescriptor open_and_lock(const std::string& path, int flags, OutputFile::Lock lock,
-                             const std::string& given) {
+FileDescriptor OutputFile::open_and_lock(int flags, Lock lock) const {
   constexpr int kTries = 100;  // another process may replace the file between opening and locking
   FileDescriptor file;
   for (int i = 0; i < kTries; ++i) {
-    file = FileDescriptor(open(path.c_str(), flags, 0666));
-    if (!file || take_lock(file, path, lock, given)) break;
+    file = FileDescriptor(open(target_.c_str(), flags, 0666));
+    if (!file || lock == Lock::none) break;
+    if (flock(file.fd(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK && lock == Lock::take) {
+      throw BadInput("{}: another run is writing to it; stop that run, or name another file", path_);
+    }
+    struct stat locked {
+    }, named{};
+    if (fstat(file.fd(), &locked) == 0 && lstat(target_.c_str(), &named) == 0 && same(locked, named)) break;
   }
   return file;
 }
 
-}  // namespace
-
-FileDescriptor OutputFile::replace(std::string_view contents, const Lock* lock) {
+FileDescriptor OutputFile::replace(std::string_view contents, Lock lock) {
   // Holds the old file's lock until the new file, which is locked from the start, is in place.
   FileDescriptor old;
-  auto in_place = [&] {
-    old.close();
-    return write_in_place(contents, lock);
-  };
-  if (lock != nullptr && *lock == Lock::take)
-    old = open_and_lock(target_, O_WRONLY | O_CLOEXEC, *lock, path_);
+  if (lock == Lock::take) old = open_and_lock(O_WRONLY | O_CLOEXEC, lock);
   const bool is_private = kind_ == Kind::private_file;
   const std::string temporary = temporary_name_beside(target_);
   FileDescriptor file(open(temporary.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
                            is_private ? 0600 : 0666));
-  if (!file) {
-    if (!only_in_place(errno)) fail(errno);
-    return in_place();
-  }
-  int error = 0;
-  if (lock != nullptr) flock(file.fd(), LOCK_EX | LOCK_NB);
-  if (mode_ != 0 && !is_private) {
-    // This user is not permitted to set the file's group, so write in place, which keeps the group.
+  int error = file ? 0 : errno;
+  if (file) {
+    if (lock != Lock::none) flock(file.fd(), LOCK_EX | LOCK_NB);
     struct stat status {};
-    if (fstat(file.fd(), &status) != 0 ||
-        (status.st_gid != group_ && fchown(file.fd(), static_cast<uid_t>(-1), group_) != 0) ||
-        fchmod(file.fd(), mode_) != 0) {
+    // In a group that this user may not set, write in place, which keeps the group.
+    if (mode_ != 0 && !is_private &&
+        (fstat(file.fd(), &status) != 0 ||
+         (status.st_gid != group_ && fchown(file.fd(), static_cast<uid_t>(-1), group_) != 0) ||
+         fchmod(file.fd(), mode_) != 0)) {
       error = EPERM;
     }
+    if (error == 0) error = write_fully(file.fd(), contents);
+    if (error == 0 && std::rename(temporary.c_str(), target_.c_str()) == 0) return file;
+    if (error == 0) error = errno;
+    unlink(temporary.c_str());
   }
-  if (error == 0) error = write_fully(file.fd(), contents);
-  if (error == 0 && std::rename(temporary.c_str(), target_.c_str()) == 0) return file;
-  if (error == 0) error = errno;
-  unlink(temporary.c_str());
-  if (!only_in_place(error)) fail(error);
-  return in_place();
+  const bool in_place =
+      is_unsupported(error) || error == EBUSY || error == EXDEV || error == EROFS || error == ENAMETOOLONG;
+  if (!in_place) fail(error);
+  old.close();
+  return write_in_place(contents, lock);
 }
 
-FileDescriptor OutputFile::write_in_place(std::string_view contents, const Lock* lock) {
+FileDescriptor OutputFile::write_in_place(std::string_view contents, Lock lock) {
   // O_CREAT creates a missing file, in a folder that allows new files but not renaming.
-  const int flags = O_WRONLY | O_CREAT | O_NOCTTY | O_CLOEXEC | O_NONBLOCK |
-                    (lock != nullptr ? O_APPEND : 0) | (how_ == How::replace ? O_NOFOLLOW : 0);
-  FileDescriptor file = lock != nullptr ? open_and_lock(target_, flags, *lock, path_)
-                                        : FileDescriptor(open(target_.c_str(), flags, 0666));
+  FileDescriptor file =
+      open_and_lock(O_WRONLY | O_CREAT | O_NOCTTY | O_CLOEXEC | O_NONBLOCK |
+                        (lock != Lock::none ? O_APPEND : 0) | (how_ == How::replace ? O_NOFOLLOW : 0),
+                    lock);
   struct stat status {};
   if (!file || fstat(file.fd(), &status) != 0) fail(errno);
   if (!S_ISREG(status.st_mode)) fail(EINVAL);  // another kind of file has replaced it
   if (kind_ == Kind::private_file && fchmod(file.fd(), 0600) != 0) fail(errno);
   // Empty the file first only if lines will be appended. Otherwise the existing blocks of the file are reused
   // on a full disk. Some file systems cannot change the size, so ask only for a change.
-  if (lock != nullptr && status.st_size > 0 && ftruncate(file.fd(), 0) != 0) fail(errno);
+  if (lock != Lock::none && status.st_size > 0 && ftruncate(file.fd(), 0) != 0) fail(errno);
   const int error = write_fully(file.fd(), contents);
   const off_t end = lseek(file.fd(), 0, SEEK_CUR);
   const bool cut =
@@ -403,16 +370,15 @@ void check_all_different(const std::vector<NamedFile>& files) {
     int descriptor = -1;
     return fs::weakly_canonical(fs::absolute(without_links(path, descriptor)));
   };
-  const auto same_file = [&](const std::string& a, const std::string& b) {
-    std::error_code error;  // of a file that does not exist yet
-    // Several outputs may go to one device. Standard libraries differ in whether a device equals itself.
-    if (fs::is_other(a, error)) return false;
-    return fs::equivalent(a, b, error) || (!fs::exists(a, error) && resolved(a) == resolved(b));
-  };
   for (auto b = files.begin(); b != files.end(); ++b) {
     for (auto a = files.begin(); a != b; ++a) {
       if (a->path.empty() || b->path.empty() || (!a->written && !b->written)) continue;
-      if (!same_file(a->path, b->path)) continue;
+      std::error_code error;  // of a file that does not exist yet
+      // Several outputs may go to one device. Standard libraries differ in whether a device equals itself.
+      if (fs::is_other(a->path, error)) continue;
+      const bool both = fs::equivalent(a->path, b->path, error) ||
+                        (!fs::exists(a->path, error) && resolved(a->path) == resolved(b->path));
+      if (!both) continue;
       throw BadInput("{} {} and {} {} are the same file; name another for one of them", a->flag, a->path,
                      b->flag, b->path);
     }

@@ -93,23 +93,21 @@ class OutputFile {
   void write(std::string_view contents);
 
   enum class Lock {
+    none,
     take,  // throws BadInput if another process holds the lock
     steal  // takes the lock from a process that must stop writing, or continues without a lock
   };
-  // Locks the file while the result is open, empties it, and returns it open for appending. Only regular
-  // files are locked.
-  FileDescriptor begin(Lock lock);
-  // Does the same as begin(), but replaces the contents with `contents`, as write() does.
-  FileDescriptor begin_with(std::string_view contents, Lock lock);
+  // Replaces the contents like write(), locks the file while the result is open, and returns it open for
+  // appending. Only regular files are locked. Empties a file in place, so that its readers follow it.
+  FileDescriptor begin(std::string_view contents, Lock lock);
 
  private:
   enum class How { replace, in_place, stream };
   void plan();
-  void plan_new();
   void open_stream();
-  FileDescriptor replace(std::string_view contents, const Lock* lock);
-  FileDescriptor write_in_place(std::string_view contents, const Lock* lock);
-  FileDescriptor put(std::string_view contents, const Lock* lock);
+  FileDescriptor replace(std::string_view contents, Lock lock);
+  FileDescriptor write_in_place(std::string_view contents, Lock lock);
+  FileDescriptor open_and_lock(int flags, Lock lock) const;
   [[noreturn]] void refuse(const std::string& why) const;
   [[noreturn]] void fail(int error) const;
 
@@ -130,11 +128,6 @@ struct NamedFile {
 };
 // Throws BadInput if a written file is another of `files`, also by a link, because it would be overwritten.
 void check_all_different(const std::vector<NamedFile>& files);
-
-// Throws BadInput if a file cannot be written at `path`. Does not create or open files.
-inline void check_writable(const std::string& path, OutputFile::Kind kind = OutputFile::Kind::result) {
-  OutputFile::would_be_regular(path, kind);
-}
 
 // Removes a regular file, not a link to it. If the system refuses, as for a bind mount, empties the file.
 void remove_output(const std::string& path) noexcept;

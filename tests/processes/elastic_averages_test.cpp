@@ -98,21 +98,21 @@ class Averaging {
     if (elastic_.start()) {
       step = elastic_.start()->position.step;
       if (elastic_.restore(state())) throw std::runtime_error("WRONG: a residual has no place");
-      const Elastic::Changes changes = elastic_.resumed();
-      if (changes.grown) {
-        so_far.highest = changes.grown->ranks.back();
-        say("grow", {{"step", step},
-                     {"joined", changes.grown->joined},
-                     {"ranks", changes.grown->ranks},
-                     {"seconds", changes.grown->seconds}});
-      }
-      if (changes.shrunk) {
-        so_far.lost.insert(changes.shrunk->lost.begin(), changes.shrunk->lost.end());
-        say("shrink", {{"step", step},
-                       {"lost", changes.shrunk->lost},
-                       {"norms", changes.shrunk->lost_residual_norms},
-                       {"ranks", changes.shrunk->ranks},
-                       {"seconds", changes.shrunk->seconds}});
+      for (const GroupRecord& change : elastic_.resumed()) {
+        if (change.joined.empty()) {
+          so_far.lost.insert(change.lost.begin(), change.lost.end());
+          say("shrink", {{"step", step},
+                         {"lost", change.lost},
+                         {"norms", change.lost_residual_norms},
+                         {"ranks", change.ranks},
+                         {"seconds", change.seconds}});
+        } else {
+          so_far.highest = change.ranks.back();
+          say("grow", {{"step", step},
+                       {"joined", change.joined},
+                       {"ranks", change.ranks},
+                       {"seconds", change.seconds}});
+        }
       }
     } else {
       elastic_.take_snapshot(state(), {}, {});

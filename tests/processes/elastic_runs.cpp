@@ -152,16 +152,12 @@ class Watcher final : public RunObserver {
       std::this_thread::sleep_for(20ms);  // so that no rank reaches the end before its fate
     }
   }
-  void on_shrink(const ShrinkRecord& shrink) override {
-    log_.on_shrink(shrink);
-    std::printf("lost %s in %.3f s\n", fmt::format("{}", fmt::join(shrink.lost, ", ")).c_str(),
-                shrink.seconds);
-  }
-  void on_grow(const GrowRecord& grow) override {
-    log_.on_grow(grow);
-    come_ += grow.joined.size();
-    std::printf("joined %s in %.3f s\n", fmt::format("{}", fmt::join(grow.joined, ", ")).c_str(),
-                grow.seconds);
+  void on_group(const GroupRecord& group) override {
+    log_.on_group(group);
+    come_ += group.joined.size();
+    const bool grows = !group.joined.empty();
+    std::printf("%s %s in %.3f s\n", grows ? "joined" : "lost",
+                fmt::format("{}", fmt::join(grows ? group.joined : group.lost, ", ")).c_str(), group.seconds);
   }
   void on_eval(const EvalRecord& eval) override { log_.on_eval(eval); }
   void on_checkpoint(const CheckpointRecord& checkpoint) override { log_.on_checkpoint(checkpoint); }
@@ -220,7 +216,7 @@ RANK_PROGRAM(TrainsElastically) {
   if (me.rank < launched) {
     Me first = me;
     first.world = launched;
-    return run_training(config, data, watcher, *join(first));
+    return run_training(config, data, watcher, join(first).get());
   }
   wait_for_file(call_path(folder, me.rank));
   const std::vector<Fate> fates = fates_of(me.option("fates"));

@@ -13,6 +13,8 @@
 namespace gradwire {
 namespace {
 
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+
 using Noise = std::function<double()>;  // deviations from a mean of 0, of a deviation of about 1
 
 // Returns the number of steps of `step_ms` until an alarm, or `most`.
@@ -32,7 +34,7 @@ double false_alarms(const std::function<Noise(std::mt19937&)>& make_noise) {
   constexpr int kRuns = 400, kSteps = 1000;
   int64_t steps = 0, alarms = 0;
   for (int run = 0; run < kRuns; ++run) {
-    DriftDetector detector({});
+    DriftDetector detector;
     const int64_t reached = steps_to_alarm(detector, make_noise(random), 100, 40, kSteps);
     steps += reached;
     alarms += reached < kSteps;
@@ -71,7 +73,7 @@ TEST(DriftDetector, ReportsAChangeOfTheLinksWithinTenSteps) {
   std::normal_distribution<double> normal;
   const Noise noise = [&] { return normal(random); };
   for (const double factor : {0.2, 0.5, 2.0, 10.0}) {
-    DriftDetector detector({});
+    DriftDetector detector;
     ASSERT_EQ(steps_to_alarm(detector, noise, 100, 5, 200, 400), 200);
     EXPECT_LE(steps_to_alarm(detector, noise, factor * 100, 5, 200, 400), 10) << factor;
     testing::expect_has(detector.alarm(), {"the links take", "instead of"});
@@ -80,7 +82,7 @@ TEST(DriftDetector, ReportsAChangeOfTheLinksWithinTenSteps) {
 
 TEST(DriftDetector, ReportsLinksThatDifferFromThePredictionFromTheStart) {
   const auto steps = [](double links_ms, double low_ms, double high_ms) {
-    DriftDetector detector({.predicted = PredictedStep{{.links_ms = links_ms}, low_ms, high_ms}});
+    DriftDetector detector(kNoLimit, 0, PredictedStep{{.links_ms = links_ms}, low_ms, high_ms});
     return steps_to_alarm(
         detector, [] { return 0; }, 100, 0, 200, 500);
   };
@@ -91,19 +93,19 @@ TEST(DriftDetector, ReportsLinksThatDifferFromThePredictionFromTheStart) {
 }
 
 TEST(DriftDetector, OneSlowStepIsNotADrift) {
-  DriftDetector detector({});
+  DriftDetector detector;
   for (int step = 0; step < 500; ++step) detector.add_step(step % 50 == 49 ? 1e5 : 100 + step % 3, 1000);
   EXPECT_EQ(detector.alarm(), "");
 }
 
 TEST(DriftDetector, IgnoresLinksThatAreASmallPartOfTheStep) {
-  DriftDetector detector({});
+  DriftDetector detector;
   for (int step = 0; step < 500; ++step) detector.add_step(step < 100 ? 1 : 5, 100);
   EXPECT_EQ(detector.alarm(), "");
 }
 
 TEST(DriftDetector, ErrorMustExceedTheLimitInConsecutiveChecks) {
-  DriftDetector detector({.error_limit = 0.1});
+  DriftDetector detector(0.1);
   for (double error : {0.2, 0.1, 0.3, 0.05}) detector.add_error(error);
   EXPECT_EQ(detector.alarm(), "");
   detector.add_error(0.2);
@@ -112,7 +114,7 @@ TEST(DriftDetector, ErrorMustExceedTheLimitInConsecutiveChecks) {
 }
 
 TEST(DriftDetector, ReportsALastingChangeAfterTheQuietSteps) {
-  DriftDetector detector({.quiet = 200});
+  DriftDetector detector(kNoLimit, 200);
   EXPECT_EQ(steps_to_alarm(
                 detector, [] { return 0; }, 100, 0, 100),
             100);
@@ -122,7 +124,7 @@ TEST(DriftDetector, ReportsALastingChangeAfterTheQuietSteps) {
 }
 
 TEST(DriftDetector, ForgetsAChangeThatEndsWithinTheQuietSteps) {
-  DriftDetector detector({.error_limit = 0.1, .quiet = 200});
+  DriftDetector detector(0.1, 200);
   for (int step = 0; step < 500; ++step) {
     detector.add_step(step > 100 && step < 150 ? 300 : 100, 1000);
     if (step == 120 || step == 140) detector.add_error(0.2);
@@ -131,7 +133,7 @@ TEST(DriftDetector, ForgetsAChangeThatEndsWithinTheQuietSteps) {
 }
 
 TEST(DriftDetector, ReportsLinksThatStillDifferFromThePredictionAfterTheQuietSteps) {
-  DriftDetector detector({.quiet = 200, .predicted = PredictedStep{{.links_ms = 10}, 300, 450}});
+  DriftDetector detector(kNoLimit, 200, PredictedStep{{.links_ms = 10}, 300, 450});
   EXPECT_EQ(steps_to_alarm(
                 detector, [] { return 0; }, 100, 0, 300, 500),
             200);

@@ -28,7 +28,7 @@ constexpr double kMegabyte = 1e6;
 double time_us(ScheduleKind kind, const Cluster& cluster, int ranks, bool symmetric, double bytes = kMegabyte,
                int slices = 1) {
   const Fabric fabric(cluster, ranks, symmetric);
-  return simulate_every_round_us(flow_rounds(kind, fabric, slices), fabric, bytes, bytes);
+  return simulate_us(flow_rounds(kind, fabric, slices), fabric, bytes, bytes, true);
 }
 
 std::string error_of(const std::string& text) {
@@ -151,7 +151,7 @@ TEST(Simulator, ExtrapolatesEqualRounds) {
     const Fabric fabric(cluster, 512, true);
     const FlowRounds rounds = flow_rounds(kind, fabric);
     for (double bytes : {1e5, 1e8}) {
-      const double all = simulate_every_round_us(rounds, fabric, bytes, bytes);
+      const double all = simulate_us(rounds, fabric, bytes, bytes, true);
       EXPECT_NEAR(simulate_us(rounds, fabric, bytes, bytes), all, 1e-3 * all) << name(kind);
     }
   }

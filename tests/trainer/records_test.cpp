@@ -96,9 +96,9 @@ TEST(Records, AnotherRankContinuesTheLog) {
   taken.takes_over = true;
   RunLog after(path, c, d);
   after.on_run(taken);
-  after.on_shrink(
+  after.on_group(
       {.step = 2, .lost = {0, 3}, .lost_residual_norms = {0.5, NAN}, .ranks = {1, 2}, .why = "gone"});
-  after.on_grow(
+  after.on_group(
       {.step = 2, .joined = {4}, .ranks = {1, 2, 4}, .global_batch = 32, .lr = 0.5, .seconds = NAN});
   after.on_eval({.step = 2});
   after.on_step(record_step(2, 1));
@@ -400,7 +400,7 @@ TEST(Console, PrintsPlainLinesIfNotATerminal) {
   c.steps = 10;
   std::FILE* out = std::fopen(folder.path("out").c_str(), "w");
   {
-    Console console(c, {out, false, 4});
+    Console console(c, out, false, 4);
     console.on_run(run_info("ring"));
     for (int64_t i = 0; i < 10; ++i) console.on_step(record_step(i, 1.0));
   }

@@ -9,7 +9,6 @@
 
 #include "runtime/util/error.h"
 #include "tests/support/expect.h"
-#include "trainer/train/agreement.h"
 #include "trainer/train/deferred_update.h"
 #include "trainer/train/optimizer_state.h"
 #include "trainer/train/run.h"

@@ -17,7 +17,6 @@
 #include "tests/trainer/runs.h"
 #include "trainer/model/parameters.h"
 #include "trainer/model/vit.h"
-#include "trainer/train/agreement.h"
 #include "trainer/train/deferred_update.h"
 #include "trainer/train/optimizer_state.h"
 #include "trainer/train/rank.h"
@@ -372,8 +371,8 @@ TEST_P(TrainTest, NamesAMissingRankInsteadOfHanging) {
   LocalRankReports reports(2, timeout);
   InitialWeights initial(c.seed);
   Recorder recorder;
-  const SharedRun shared{c, data_, recorder, reports, initial};
-  expect_error<CommError>([&] { RankTrainer(shared, *comms[0]).run(); }, {"rank 1"});
+  const SharedRun shared{data_, recorder, reports, initial};
+  expect_error<CommError>([&] { RankTrainer(c, shared, *comms[0]).run(); }, {"rank 1"});
 }
 
 TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithTheReason) {
@@ -387,8 +386,8 @@ TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithTheReason) {
   Recorder recorder;
   // The failure ends all ranks far sooner than the timeout.
   const auto reasons = errors_in_threads(3, [&](int rank) {
-    const SharedRun shared{rank == 2 ? shorter : c, data_, recorder, reports, initial};
-    RankTrainer(shared, *comms[rank]).run();
+    const SharedRun shared{data_, recorder, reports, initial};
+    RankTrainer(rank == 2 ? shorter : c, shared, *comms[rank]).run();
     if (rank != 2) return;
     for (auto& comm : comms) comm->abort("rank 2 went home");
     reports.abort("rank 2 went home");

@@ -277,35 +277,6 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
 
 namespace {
 
-// Loads this rank's pieces of tensors. `file` must contain each whole tensor.
-void restore_pieces(const RankState& rank, const SafetensorsReader& file, const std::vector<Piece>& pieces) {
-  for (const Piece& piece : pieces) load(rank.stream, file, *file.find(piece.tensor), piece);
-}
-
-void check_moments(const RankState& rank, const SafetensorsReader& file) {
-  for (const FlatState& moment : rank.moments) {
-    for (const VitParameter& p : rank.parameters) {
-      const std::string name = prefix_of(moment) + p.name;
-      const Tensor* tensor = file.find(name);
-      require_sound(tensor != nullptr, file, "'{}' is missing", name);
-      require_sound(tensor->shape == p.shape && tensor->dtype == "F32", file,
-                    "'{}' is {} of {}, expected {} of F32", name, shape_text(tensor->shape), tensor->dtype,
-                    shape_text(p.shape));
-    }
-  }
-}
-
-// Adds a rank's residual of parameter `p`, as stored in the checkpoint, to `sum`.
-void add_saved_residual(const SafetensorsReader& file, const VitParameter& p, std::vector<float>& sum) {
-  const Tensor* tensor = file.find(fmt::format("{}.{}", kResidualKind, p.name));
-  if (tensor == nullptr) return;
-  require_sound(tensor->shape == p.shape && tensor->dtype == "F32", file, "'{}' has another shape or type",
-                tensor->name);
-  std::vector<float> values(static_cast<size_t>(tensor->elements));
-  file.read(*tensor, 0, values);
-  add_residual(sum, values);
-}
-
 // Sets each residual to the sum of the residuals in `files`. Returns true if a residual went to the
 // reducer's gradients.
 bool restore_residuals(const RankState& rank, const std::vector<TensorState>& states, bool same_codec,
@@ -317,8 +288,17 @@ bool restore_residuals(const RankState& rank, const std::vector<TensorState>& st
   std::vector<std::vector<float>> left(rank.parameters.size());
   bool left_over = false;
   for (size_t i = 0; i < rank.parameters.size(); ++i) {
+    const VitParameter& p = rank.parameters[i];
     std::vector<float> sum;
-    for (const auto& file : files) add_saved_residual(*file, rank.parameters[i], sum);
+    for (const auto& file : files) {
+      const Tensor* tensor = file->find(fmt::format("{}.{}", kResidualKind, p.name));
+      if (tensor == nullptr) continue;
+      require_sound(tensor->shape == p.shape && tensor->dtype == "F32", *file,
+                    "'{}' has another shape or type", tensor->name);
+      std::vector<float> values(static_cast<size_t>(tensor->elements));
+      file->read(*tensor, 0, values);
+      add_residual(sum, values);
+    }
     if (sum.empty()) continue;
     if (residual[i] != nullptr) {
       const FinishOnError finish(rank.stream);
@@ -352,12 +332,22 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
   check_same_checkpoint(head, weights);
   check_names(weights, rank.parameters);
   weights.verify(true);
-  restore_pieces(rank, weights, pieces_of(rank.weights, rank, ""));
+  for (const Piece& piece : pieces_of(rank.weights, rank, ""))
+    load(rank.stream, weights, *weights.find(piece.tensor), piece);
 
   const SafetensorsReader common(state_path(head.path, 0, head.world));
   common.verify(true);
-  check_moments(rank, common);
-  restore_pieces(rank, common, moment_pieces(rank));
+  for (const FlatState& moment : rank.moments) {
+    for (const VitParameter& p : rank.parameters) {
+      const std::string name = prefix_of(moment) + p.name;
+      const Tensor* tensor = common.find(name);
+      require_sound(tensor != nullptr, common, "'{}' is missing", name);
+      require_sound(tensor->shape == p.shape && tensor->dtype == "F32", common,
+                    "'{}' is {} of {}, expected {} of F32", name, shape_text(tensor->shape), tensor->dtype,
+                    shape_text(p.shape));
+    }
+  }
+  for (const Piece& piece : moment_pieces(rank)) load(rank.stream, common, *common.find(piece.tensor), piece);
   auto restore_state = [&](const SafetensorsReader& file, const TensorState& state) {
     const Piece piece = piece_of(state, rank);
     const Tensor* tensor = file.find(piece.tensor);

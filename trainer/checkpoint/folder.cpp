@@ -32,11 +32,6 @@ bool is_finite(const std::string& checkpoint) {
   return !fs::exists(checkpoint + kNotFinite, ignored);
 }
 
-bool is_unfinished(const std::string& name) {
-  return name.size() > kUnfinished.size() && name.ends_with(kUnfinished) &&
-         steps_of(name.substr(0, name.size() - kUnfinished.size())) >= 0;
-}
-
 struct Listing {
   std::vector<std::pair<int64_t, std::string>> checkpoints;  // number of steps and path, newest first
   std::vector<std::string> unfinished;                       // paths of unfinished checkpoints
@@ -51,7 +46,8 @@ Listing list(const std::string& directory) {
     const std::string name = it->path().filename().string();
     if (const int64_t steps = steps_of(name); steps >= 0) {
       listing.checkpoints.emplace_back(steps, it->path().string());
-    } else if (is_unfinished(name)) {
+    } else if (name.ends_with(kUnfinished) &&
+               steps_of(name.substr(0, name.size() - kUnfinished.size())) >= 0) {
       listing.unfinished.push_back(it->path().string());
     }
   }
@@ -71,46 +67,26 @@ void sync_folder(const std::string& path) {
   if ((!folder || fsync(folder.fd()) != 0) && !is_unsupported(errno)) fail(path + ": fsync failed", errno);
 }
 
-// Throws BadInput if the file system lacks an operation that checkpoints need, so that a run ends before its
-// first step and not at its first checkpoint.
-void check_operations(const std::string& directory) {
-  const std::string probe = temporary_name_beside(directory + "/probe"), renamed = probe + kUnfinished;
-  const bool created = mkdir(probe.c_str(), 0777) == 0;
-  FileDescriptor file(created ? open((probe + "/file").c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666) : -1);
-  const bool sized = file && ftruncate(file.fd(), 1) == 0 && file.close();
-  const bool done = sized && std::rename(probe.c_str(), renamed.c_str()) == 0;
-  const std::string why = std::strerror(errno);
-  std::error_code ignored;
-  for (const std::string& path : {probe, renamed}) fs::remove_all(path, ignored);
-  const char* const cannot = sized ? "rename folders" : created ? "set the size of a file" : "create folders";
-  require(done, "--checkpoint {}: its file system cannot {}: {}; name a folder elsewhere", directory, cannot,
-          why);
-}
-
-// Removes a checkpoint. Returns the reason for a failure, or "". A partly removed checkpoint must not look
-// complete, so the folder is renamed first. If renaming fails, as with overlayfs for folders of a lower
-// layer, the weights are removed first; a checkpoint without weights is not complete.
-std::string remove_checkpoint(const std::string& path) {
+// Removes an obsolete checkpoint. Only warns on failure, because a failure must not end the run. A partly
+// removed checkpoint must not look complete, so the folder is renamed first. If renaming fails, as with
+// overlayfs for folders of a lower layer, the weights are removed first; a checkpoint without weights is not
+// complete.
+void remove_or_warn(const std::string& path) {
   std::error_code error;
   std::string doomed = path;
   if (!doomed.ends_with(kUnfinished)) {
     fs::remove_all(doomed + kUnfinished, error);
+    error.clear();
     if (std::rename(path.c_str(), (doomed + kUnfinished).c_str()) == 0) {
       doomed += kUnfinished;
     } else {
       fs::remove(weights_path(path), error);
-      if (error) return error.message();
     }
   }
-  fs::remove_all(doomed, error);
-  return error ? error.message() : "";
-}
-
-// Removes an obsolete checkpoint. Only warns on failure, because a failure must not end the run.
-void remove_or_warn(const std::string& path) {
-  const std::string why = remove_checkpoint(path);
-  if (why.empty()) return;
-  warn_once(fmt::format("{}: an old checkpoint cannot be removed: {}; remove it by hand", path, why));
+  if (!error) fs::remove_all(doomed, error);
+  if (!error) return;
+  warn_once(
+      fmt::format("{}: an old checkpoint cannot be removed: {}; remove it by hand", path, error.message()));
 }
 
 }  // namespace
@@ -190,7 +166,17 @@ FolderLock::FolderLock(const std::string& directory, bool displaces) {
   std::error_code error;
   fs::create_directories(directory, error);
   require<Error>(!error, "{}: cannot be created: {}", directory, error.message());
-  if (!displaces) check_operations(directory);
+  // The run ends before its first step, not at its first checkpoint, if the file system lacks an operation.
+  const std::string probe = temporary_name_beside(directory + "/probe"), renamed = probe + kUnfinished;
+  const bool created = !displaces && mkdir(probe.c_str(), 0777) == 0;
+  FileDescriptor file(created ? open((probe + "/file").c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666) : -1);
+  const bool sized = file && ftruncate(file.fd(), 1) == 0 && file.close();
+  const bool done = sized && std::rename(probe.c_str(), renamed.c_str()) == 0;
+  const std::string why = std::strerror(errno);
+  for (const std::string& left : {probe, renamed}) fs::remove_all(left, error);
+  const char* const cannot = sized ? "rename folders" : created ? "set the size of a file" : "create folders";
+  require(done || displaces, "--checkpoint {}: its file system cannot {}: {}; name a folder elsewhere",
+          directory, cannot, why);
   const std::string path = directory + "/lock";
   if (displaces) fs::remove(path, error);  // the holder keeps an unlinked file
   // Open with O_NOFOLLOW, so that the run does not overwrite the target of a link.

@@ -1,4 +1,4 @@
-#include "trainer/cli/commands.h"
+#include "trainer/cli/session.h"
 
 #include <sys/auxv.h>
 #include <sys/mman.h>
@@ -20,7 +20,6 @@
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
-#include "trainer/cli/session.h"
 #include "trainer/log/console.h"
 #include "trainer/log/records.h"
 #include "trainer/plan/plan.h"
@@ -84,18 +83,6 @@ class LogReader {
   time_t written_ = 0;
 };
 
-// Adds the label run="PATH" to each sample, so that a collector can tell runs apart.
-std::string with_run(std::string metrics, const std::string& path) {
-  const std::string run = "run=" + json_text(std::filesystem::absolute(path).lexically_normal().string());
-  for (size_t at = 0; at < metrics.size(); at = metrics.find('\n', at) + 1) {
-    if (metrics[at] == '#') continue;
-    at = metrics.find_first_of("{ ", at);
-    const bool labeled = metrics[at] == '{';
-    metrics.replace(at, labeled, labeled ? "{" + run + "," : "{" + run + "}");
-  }
-  return metrics;
-}
-
 }  // namespace
 
 void top(const FileOptions& options) {
@@ -106,7 +93,17 @@ void top(const FileOptions& options) {
   while (true) {
     log.read_into(run);
     if (options.prometheus) {
-      std::fputs(with_run(run.metrics(), options.log).c_str(), stdout);
+      // Add the label run="PATH" to each sample, so that a collector can tell runs apart.
+      std::string metrics = run.metrics();
+      const std::string label =
+          "run=" + json_text(std::filesystem::absolute(options.log).lexically_normal().string());
+      for (size_t at = 0; at < metrics.size(); at = metrics.find('\n', at) + 1) {
+        if (metrics[at] == '#') continue;
+        at = metrics.find_first_of("{ ", at);
+        const bool labeled = metrics[at] == '{';
+        metrics.replace(at, labeled, labeled ? "{" + label + "," : "{" + label + "}");
+      }
+      std::fputs(metrics.c_str(), stdout);
       return;
     }
     std::string text = run.text();
@@ -125,11 +122,6 @@ void top(const FileOptions& options) {
 namespace {
 
 namespace fs = std::filesystem;
-
-struct ProgramResult {
-  int code = 0;
-  std::string output;
-};
 
 // Returns the path of a program of trainer/report relative to the executable, which is in a bundle, an
 // installation or a build folder.
@@ -152,8 +144,8 @@ std::string path_of_program(const char* name) {
 // has Debian's packages, but may not be the first on PATH. Python uses UTF-8 in any locale, and ignores its
 // variables, which could keep it from starting or replace its modules; the programs append the folders of
 // PYTHONPATH to sys.path. Its errors go to stderr. Its output is all that it delivers (read_results.py);
-// other prints, such as those of an imported module, are dropped.
-ProgramResult run_program(const char* name, const std::vector<std::string>& arguments) {
+// other prints, such as those of an imported module, are dropped. Returns its exit code and output.
+std::pair<int, std::string> run_program(const char* name, const std::vector<std::string>& arguments) {
   constexpr std::string_view kMark("\0gradwire\0", 10);
   const FileDescriptor output(memfd_create("output", MFD_CLOEXEC));
   if (!output) throw_refused("a file in memory", errno);
@@ -185,12 +177,11 @@ ProgramResult run_program(const char* name, const std::vector<std::string>& argu
 int write_report(const FileOptions& options) {
   for (const std::string& file : options.files) open_regular_file(file);
   OutputFile output(options.page);
-  const ProgramResult page = run_program("report.py", options.files);
-  if (page.code != 0) return page.code;
-  output.write(page.output);
-  if (output.is_regular()) {
-    say(fmt::format("Report: {}, {}", options.page, human_bytes(static_cast<double>(page.output.size()))));
-  }
+  const auto [code, page] = run_program("report.py", options.files);
+  if (code != 0) return code;
+  output.write(page);
+  if (output.is_regular())
+    say(fmt::format("Report: {}, {}", options.page, human_bytes(static_cast<double>(page.size()))));
   return 0;
 }
 
@@ -201,9 +192,9 @@ int export_events(const FileOptions& options) {
   }
   std::vector<std::string> arguments{options.tensorboard};
   arguments.insert(arguments.end(), options.files.begin(), options.files.end());
-  const ProgramResult events = run_program("export_tensorboard.py", arguments);
-  std::fputs(events.output.c_str(), stdout);
-  return events.code;
+  const auto [code, output] = run_program("export_tensorboard.py", arguments);
+  std::fputs(output.c_str(), stdout);
+  return code;
 }
 
 }  // namespace gradwire

@@ -1,7 +1,8 @@
-#include "trainer/cli/commands.h"
+#include "trainer/cli/session.h"
 
 #include <algorithm>
 #include <filesystem>
+#include <numeric>
 #include <set>
 
 #include "collectives/agreement/statements.h"
@@ -12,10 +13,10 @@
 #include "runtime/util/parse.h"
 #include "runtime/util/signals.h"
 #include "trainer/cli/launcher.h"
-#include "trainer/cli/session.h"
 #include "trainer/log/console.h"
 #include "trainer/log/records.h"
 #include "trainer/log/summary.h"
+#include "trainer/train/run.h"
 
 namespace gradwire {
 namespace {
@@ -131,21 +132,6 @@ void agree_on_earlier_runs(std::vector<PlannedRun>& runs, Communicator* comm) {
   }
 }
 
-// Returns the remaining time, if runs take as long as the known runs: ", about 5:10 left"; "" if unknown.
-std::string time_left(const std::vector<PlannedRun>& runs, size_t next, const std::vector<double>& seconds) {
-  if (seconds.empty()) return "";
-  const auto left = std::count_if(runs.begin() + static_cast<std::ptrdiff_t>(next), runs.end(),
-                                  [](const PlannedRun& run) { return !run.earlier; });
-  double sum = 0;
-  for (double s : seconds) sum += s;
-  return fmt::format("; about {} left",
-                     human_seconds(sum / static_cast<double>(seconds.size()) * static_cast<double>(left)));
-}
-
-std::string interruption_text(const std::vector<PlannedRun>& runs, const RunOptions& options, size_t done) {
-  return compare_interruption(options, !runs.front().log.empty(), done, runs.size());
-}
-
 // Runs all runs without a result. `data`: data of the first seed; for other seeds, data that depend on the
 // seed are drawn again.
 std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const RunOptions& options,
@@ -153,7 +139,8 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const RunOp
   const bool prints = leads(options);
   const auto earlier = std::count_if(runs.begin(), runs.end(), [](const auto& run) { return run.earlier; });
   auto done = static_cast<size_t>(earlier);
-  if (prints) set_final_text(interruption_text(runs, options, done));
+  const bool logged = !runs.front().log.empty();
+  if (prints) set_final_text(compare_interruption(options, logged, done, runs.size()));
   std::vector<RunSummary> summaries;
   std::vector<double>
       seconds;  // durations of this call's runs; until the first run ends, of earlier calls' runs
@@ -174,20 +161,27 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const RunOp
       seed = run.config.seed;
       data = load_data(run.config.data, run.config.model, seed, run.config.global_batch());
     }
+    const auto train = [&](RunObserver& observer) { run_training(run.config, data, observer, comm); };
     if (!prints) {
       RunObserver silent;
-      train_part(run.config, data, silent, {comm});
+      train(silent);
       continue;
     }
-    say(fmt::format(
-        "\n{}{}{}{}", label, run.title,
-        run.half ? fmt::format("; an earlier run did not finish ({}); starting over", run.log) : "",
-        time_left(runs, i, seconds)));
+    std::string text = fmt::format("\n{}{}", label, run.title);
+    if (run.half) text += fmt::format("; an earlier run did not finish ({}); starting over", run.log);
+    if (!seconds.empty()) {  // if the other runs take as long
+      const auto left = std::count_if(runs.begin() + static_cast<std::ptrdiff_t>(i), runs.end(),
+                                      [](const PlannedRun& each) { return !each.earlier; });
+      const double mean =
+          std::accumulate(seconds.begin(), seconds.end(), 0.0) / static_cast<double>(seconds.size());
+      text += fmt::format("; about {} left", human_seconds(mean * static_cast<double>(left)));
+    }
+    say(text);
     summaries.push_back(
-        run_once(run.config, data, {.log = run.log, .log_every = options.log_every, .label = label}, {comm}));
+        run_once(run.config, data, {.log = run.log, .log_every = options.log_every, .label = label}, train));
     if (std::exchange(first, false)) seconds.clear();  // earlier calls may have run on another machine
     seconds.push_back(summaries.back().seconds);
-    set_final_text(interruption_text(runs, options, ++done));
+    set_final_text(compare_interruption(options, logged, ++done, runs.size()));
   }
   set_final_text("");
   return summaries;
@@ -211,15 +205,6 @@ std::vector<ComparedRun> by_seed(const std::vector<PlannedRun>& runs,
         {config.seed, summaries[i], fs::path(runs[i].log).filename().string()});
   }
   return compared;
-}
-
-void say_earlier(const std::vector<PlannedRun>& runs) {
-  const auto done = std::count_if(runs.begin(), runs.end(), [](const auto& run) { return run.earlier; });
-  if (done == 0) return;
-  say(fmt::format(
-      "{} of {} runs are already done with the same settings and are skipped; remove their logs to repeat "
-      "them",
-      done, runs.size()));
 }
 
 // Returns the specs of --compression; `shelf` stands for shelf_specs(), which come first. Throws BadInput
@@ -263,8 +248,7 @@ void compare(const RunOptions& given) {
   }
   if (prints && !options.json.empty()) {
     if (OutputFile::would_be_regular(options.json)) {
-      // With --trace, repeat all runs, because an earlier run may lack the trace or
-      // profile.
+      // With --trace, repeat all runs, because an earlier run may lack the trace or profile.
       const bool reuses = options.trace.empty() && !options.trace_text;
       if (reuses) find_earlier_runs(runs, run.data, options.json);
       name_logs(runs, options.json);
@@ -275,15 +259,20 @@ void compare(const RunOptions& given) {
   }
   if (prints) {
     for (const PlannedRun& planned : runs) {
-      if (!planned.config.trace.empty()) check_writable(planned.config.trace);
+      if (!planned.config.trace.empty()) OutputFile::would_be_regular(planned.config.trace);
     }
     say_start(run, options);
-    say_earlier(runs);
+    const auto done = std::count_if(runs.begin(), runs.end(), [](const auto& each) { return each.earlier; });
+    if (done > 0) {
+      say(
+          fmt::format("{} of {} runs are already done with the same settings and are skipped; remove their "
+                      "logs to repeat "
+                      "them",
+                      done, runs.size()));
+    }
   }
   if (options.dry_run) {
-    for (const PlannedRun& planned : runs) {
-      if (prints) say_plan(planned.config);
-    }
+    for (size_t i = 0; prints && i < runs.size(); ++i) say_plan(runs[i].config);
     return;
   }
   OutputFile json = prints ? OutputFile(options.json) : OutputFile();

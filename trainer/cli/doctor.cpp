@@ -1,4 +1,4 @@
-#include "trainer/cli/commands.h"
+#include "trainer/cli/session.h"
 
 #include <unistd.h>
 #include <zlib.h>
@@ -58,21 +58,11 @@ std::string memory() {
   return fmt::format("{} allowed by the control group, of {}", human_bytes(limit), human_bytes(bytes));
 }
 
-std::string compiler() {
 #if defined(__clang__)
-  return "clang " __clang_version__;
-#elif defined(__GNUC__)
-  return "g++ " __VERSION__;
+constexpr const char* kCompiler = "clang " __clang_version__;
 #else
-  return "unknown";
+constexpr const char* kCompiler = "g++ " __VERSION__;
 #endif
-}
-
-std::string threads_text() {
-  int threads = host_threads();
-  return fmt::format("{} compute threads, shared by the ranks of a process{}", threads,
-                     environment("GRADWIRE_THREADS") != nullptr ? " (GRADWIRE_THREADS)" : "");
-}
 
 void add_cuda(Report& report) {
   report.title("CUDA");
@@ -105,23 +95,10 @@ void add_cuda(Report& report) {
 #endif
 }
 
-void add_data(Report& report) {
-  report.title("Data");
-  try {
-    const std::string directory = default_fashion_mnist_directory();
-    std::error_code ignored;
-    const bool there = std::filesystem::exists(directory, ignored);
-    report.row("fashion-mnist",
-               there ? directory : fmt::format("no folder {}; make setup installs it", directory));
-  } catch (const BadInput& error) {
-    report.row("fashion-mnist", error.what());
-  }
-}
-
 std::string machine_text(const std::string& launcher) {
   Report report;
   report.title("Gradwire " GRADWIRE_VERSION);
-  report.row("compiler", compiler());
+  report.row("compiler", kCompiler);
 #ifdef NDEBUG
   report.row("build", "optimized");
 #else
@@ -132,7 +109,8 @@ std::string machine_text(const std::string& launcher) {
 #endif
   report.title("Host");
   report.row("processor", cpu_name());
-  report.row("threads", threads_text());
+  report.row("threads", fmt::format("{} compute threads, shared by the ranks of a process{}", host_threads(),
+                                    environment("GRADWIRE_THREADS") != nullptr ? " (GRADWIRE_THREADS)" : ""));
   report.row("SIMD", simd_level());
   report.row("memory", memory());
   report.row("BLAS", host_products_text());
@@ -147,7 +125,16 @@ std::string machine_text(const std::string& launcher) {
                                     ? fmt::format("on: as above, one GPU each (NCCL {})", nccl_version())
                                     : fmt::format("off: no GPU (NCCL {} is installed)", nccl_version()));
   report.row("launcher", launcher);
-  add_data(report);
+  report.title("Data");
+  try {
+    const std::string directory = default_fashion_mnist_directory();
+    std::error_code ignored;
+    const bool there = std::filesystem::exists(directory, ignored);
+    report.row("fashion-mnist",
+               there ? directory : fmt::format("no folder {}; make setup installs it", directory));
+  } catch (const BadInput& error) {
+    report.row("fashion-mnist", error.what());
+  }
   return report.text_;
 }
 
@@ -228,10 +215,6 @@ Json machine_json(const Machine& machine) {
   return json;
 }
 
-Json peaks_json(const Peaks& peaks) {
-  return {{"tflops", peaks.tflops}, {"copy_gb_per_s", peaks.copy_gb_per_s}, {"fma_share", peaks.fma_share}};
-}
-
 }  // namespace
 
 RunOptions doctor_defaults() {
@@ -278,20 +261,22 @@ void doctor(RunOptions options) {
     json = machine_json(machine);
   }
   const Device device = config.devices.front();
-  if (config.ranks() == 1) {
-    const Peaks peaks = measure_peaks(device, config.precision);
+  const auto show = [&](const Peaks& peaks) {
     say(peaks_text(device, name(config.precision), peaks));
-    json["peaks"] = peaks_json(peaks);
+    json["peaks"] = {
+        {"tflops", peaks.tflops}, {"copy_gb_per_s", peaks.copy_gb_per_s}, {"fma_share", peaks.fma_share}};
+  };
+  if (config.ranks() == 1) {
+    show(measure_peaks(device, config.precision));
     say("\nLinks: one rank has none. With --ranks N, or under torchrun, srun or mpirun, doctor measures\n"
         "the links between ranks and says which compression pays for --model and --batch-size\n");
   } else {
     const std::unique_ptr<Communicator> comm = join(options, config);
     const RanksReport report =
         examine_group(config, comm.get(), [&](Communicator& mine) { return examine_ranks(mine, config); });
-    say(peaks_text(device, name(config.precision), report.peaks));
+    show(report.peaks);
     say(links_text(report));
     say(recommendation_text(report, config.model));
-    json["peaks"] = peaks_json(report.peaks);
     json["ranks"] = ranks_json(report);
     json["prediction"] = prediction_json(report, config.model);
     if (comm) comm->barrier();  // keeps a rank from exiting while others communicate

@@ -66,12 +66,6 @@ void add_choice(CLI::App& command, const char* flag, T& target, const std::strin
       ->check(CLI::IsMember(all));
 }
 
-void add_size(CLI::App& command, const char* flag, int64_t& target, const std::string& about) {
-  static constexpr uint64_t kMost = uint64_t{1} << 60;
-  auto set = [&target](uint64_t bytes) { target = static_cast<int64_t>(std::min(bytes, kMost)); };
-  command.add_option_function<uint64_t>(flag, set, about)->transform(size_value(true))->type_name("SIZE");
-}
-
 // Adds --compression or --bucket-mb. `several`: the user may give the flag more than once.
 template <typename T>
 void add_list(CLI::App& command, const char* flag, std::vector<T>& target, const std::string& about,
@@ -117,7 +111,13 @@ void add_flag(CLI::App& command, const Setting& row, T& target) {
     constexpr T kMost = std::numeric_limits<T>::max();
     const bool any = row.values.most >= static_cast<double>(kMost);
     if constexpr (std::is_same_v<T, int64_t>) {
-      if (std::string_view(words) == "SIZE") return add_size(command, row.flag, target, row.about);
+      if (std::string_view(words) == "SIZE") {
+        auto set = [&target](uint64_t n) { target = static_cast<int64_t>(std::min(n, uint64_t{1} << 60)); };
+        command.add_option_function<uint64_t>(row.flag, set, row.about)
+            ->transform(size_value(true))
+            ->type_name("SIZE");
+        return;
+      }
     }
     add_number(command, row.flag, target, row.about, static_cast<T>(row.values.least),
                any ? kMost : static_cast<T>(row.values.most));
@@ -215,38 +215,6 @@ std::optional<double> take_number(std::string& text, const std::string& key, dou
   return value;
 }
 
-// Returns the spec of Dion's codec, whose factors travel in the format of `wire`. The embedding of patches
-// and the classifier are dense, because Dion is for the matrices between them.
-CompressionSpec with_dion(const CompressionSpec& codec, CompressionSpec wire) {
-  if (wire.method != CompressionSpec::Method::wire || wire.policy != ResidualPolicy()) {
-    throw BadInput(
-        "--optimizer dion: its factors need a wire format with plain error feedback, not "
-        "--compression {}; use a format such as int8",
-        wire.to_string());
-  }
-  wire.method = codec.method, wire.rank = codec.rank, wire.mu = codec.mu, wire.orth = codec.orth;
-  for (const char* name : kOuterMatrices) wire.dense.emplace_back(name);
-  std::sort(wire.dense.begin(), wire.dense.end());
-  wire.dense.erase(std::unique(wire.dense.begin(), wire.dense.end()), wire.dense.end());
-  return wire;
-}
-
-void resolve_dion(const std::string& text, const std::string& rest, bool automatic,
-                  std::vector<CompressionSpec>& compressions) {
-  if (automatic) {
-    throw BadInput(
-        "--compression auto and --optimizer dion cannot be combined: the factors' format is not predicted; "
-        "name a spec, such as int8");
-  }
-  const CompressionSpec codec = CompressionSpec::parse(rest);
-  CompressionSpec known;
-  known.method = codec.method, known.rank = codec.rank, known.mu = codec.mu, known.orth = codec.orth;
-  if (!(codec == known))
-    throw BadInput("--optimizer " + text +
-                   ": dion takes rank=, mu=, orth= and lr=; give the other options to --compression");
-  for (CompressionSpec& spec : compressions) spec = with_dion(codec, spec);
-}
-
 }  // namespace
 
 bool is_matrix_optimizer(const std::string& text) {
@@ -259,10 +227,36 @@ void resolve_matrix_optimizer(const std::string& text, bool automatic, TrainConf
   const bool muon = text.starts_with("muon");
   config.dion_lr = take_number(rest, "lr", 1e6).value_or(config.dion_lr);
   if (config.lr == 0) throw BadInput("--lr 0: with --optimizer " + text + " it must be more than 0");
-  if (!muon) return resolve_dion(text, rest, automatic, compressions);
-  config.muon = true;
-  config.muon_mu = take_number(rest, "mu", 1).value_or(config.muon_mu);
-  if (rest != "muon") throw BadInput("--optimizer " + text + ": muon takes mu= and lr=; drop the rest");
+  if (muon) {
+    config.muon = true;
+    config.muon_mu = take_number(rest, "mu", 1).value_or(config.muon_mu);
+    if (rest != "muon") throw BadInput("--optimizer " + text + ": muon takes mu= and lr=; drop the rest");
+    return;
+  }
+  if (automatic) {
+    throw BadInput(
+        "--compression auto and --optimizer dion cannot be combined: the factors' format is not predicted; "
+        "name a spec, such as int8");
+  }
+  const CompressionSpec codec = CompressionSpec::parse(rest);
+  CompressionSpec known;
+  known.method = codec.method, known.rank = codec.rank, known.mu = codec.mu, known.orth = codec.orth;
+  if (!(codec == known))
+    throw BadInput("--optimizer " + text +
+                   ": dion takes rank=, mu=, orth= and lr=; give the other options to --compression");
+  for (CompressionSpec& wire : compressions) {  // the format in which the factors travel
+    if (wire.method != CompressionSpec::Method::wire || wire.policy != ResidualPolicy()) {
+      throw BadInput(
+          "--optimizer dion: its factors need a wire format with plain error feedback, not "
+          "--compression {}; use a format such as int8",
+          wire.to_string());
+    }
+    wire.method = codec.method, wire.rank = codec.rank, wire.mu = codec.mu, wire.orth = codec.orth;
+    // The embedding of patches and the classifier are dense, because Dion is for the matrices between them.
+    for (const char* name : kOuterMatrices) wire.dense.emplace_back(name);
+    std::sort(wire.dense.begin(), wire.dense.end());
+    wire.dense.erase(std::unique(wire.dense.begin(), wire.dense.end()), wire.dense.end());
+  }
 }
 
 void check_muon(const TrainConfig& config) {
@@ -276,12 +270,6 @@ void check_muon(const TrainConfig& config) {
 }
 
 namespace {
-
-std::string command_list(const CLI::App& app) {
-  std::vector<std::string> names;
-  for (const CLI::App* command : app.get_subcommands({})) names.push_back(command->get_name());
-  return fmt::format("{}", fmt::join(names, ", "));
-}
 
 std::string unexpected_text(const CLI::App& app, const CLI::App& command) {
   const std::vector<std::string> rest = app.remaining(true);
@@ -307,7 +295,11 @@ std::string message_text(const CLI::App& app, const CLI::ParseError& error) {
   std::replace(text.begin(), text.end(), '\n', ' ');
   std::smatch found;
   const auto is = [&](const char* pattern) { return std::regex_match(text, found, std::regex(pattern)); };
-  if (is("A subcommand is required")) return "name a command: " + command_list(app);
+  if (is("A subcommand is required")) {
+    std::vector<std::string> names;
+    for (const CLI::App* command : app.get_subcommands({})) names.push_back(command->get_name());
+    return fmt::format("name a command: {}", fmt::join(names, ", "));
+  }
   if (is("(\\S+): At Most 1 required but received (\\d+)")) {
     return fmt::format("{} is given {} times; give it once", found.str(1), found.str(2));
   }

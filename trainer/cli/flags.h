@@ -14,7 +14,6 @@
 
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
-#include "trainer/cli/commands.h"
 #include "trainer/config/settings.h"
 #include "trainer/data/dataset.h"
 #include "trainer/measure/recommend.h"
@@ -38,6 +37,15 @@ Resolved resolve_machine(const RunOptions& options);
 
 // Checks everything that can be checked without running, and loads the data. Throws BadInput.
 Resolved resolve(const RunOptions& options);
+
+// The options of the commands that only read files.
+struct FileOptions {
+  std::string log;                 // top: of the run
+  bool prometheus = false;         // top
+  std::vector<std::string> files;  // report and export: logs and results
+  std::string page = "report.html",
+              tensorboard;  // the output of report, and the folder of export's event files
+};
 
 // Adds the flags of Setting::kTrain, kCompare, kDoctor or kPlan.
 void add_run_flags(CLI::App& command, int which, RunOptions& options);

@@ -12,7 +12,6 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/net/reach.h"
 #include "collectives/transport/nccl/nccl.h"
-#include "collectives/transport/tcp/tcp.h"
 #include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/environment.h"
@@ -75,13 +74,6 @@ std::string first_of(const Lookup& lookup, std::initializer_list<const char*> va
   return "";
 }
 
-// Returns a port below the system's ephemeral ports that differs between jobs on one machine.
-int port_of_job(const std::string& job) {
-  uint32_t hash = 2166136261u;
-  for (char c : job) hash = (hash ^ static_cast<uint8_t>(c)) * 16777619u;
-  return 20'000 + static_cast<int>(hash % 10'000);
-}
-
 std::string tcp(std::string host, int port) {
   if (host.starts_with("[") && host.ends_with("]")) host = host.substr(1, host.size() - 2);
   bool v6 = host.find(':') != std::string::npos;
@@ -105,18 +97,6 @@ int master_port(const Lookup& lookup) {
   return port;
 }
 
-// Returns MASTER_PORT, or `otherwise` if the variable is not set. Ignores Kubernetes' variable of that name,
-// because the ranks can connect without a port from the environment.
-int port_or(const Lookup& lookup, int otherwise) {
-  if (value_of(lookup, "MASTER_PORT").find("://") != std::string::npos) return otherwise;
-  const int port = master_port(lookup);
-  return port > 0 ? port : otherwise;
-}
-
-std::string slurm_job(const Lookup& lookup) {
-  return first_of(lookup, {"SLURM_HET_JOB_ID", "SLURM_JOB_ID"});
-}
-
 // Returns whether mpirun started the ranks. mpirun starts a daemon as a Slurm step on each node except the
 // first node, and its ranks inherit the variables of these steps. So only the Slurm variables of the job are
 // common to the ranks.
@@ -124,13 +104,20 @@ bool by_mpirun(LauncherKind kind) {
   return kind == LauncherKind::mpirun || kind == LauncherKind::mpich;
 }
 
-// Returns a text that is equal in all processes of this launch and different in other launches on the same
-// machines.
-std::string id_of(LauncherKind kind, bool all_here, const Lookup& lookup) {
-  const std::string mpirun = first_of(
-      lookup, {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", all_here ? "PMI_PORT" : ""});
-  if (by_mpirun(kind)) return fmt::format("{}.{}", slurm_job(lookup), mpirun);
-  return fmt::format("{}.{}", slurm_job(lookup), value_of(lookup, "SLURM_STEP_ID"));
+// Returns MASTER_PORT or, if the variable is not set, a port below the system's ephemeral ports that is equal
+// in all processes of this launch and different in other launches on the same machines. Ignores Kubernetes'
+// variable of that name, because the ranks can connect without a port from the environment.
+int port_of_launch(LauncherKind kind, bool all_here, const Lookup& lookup) {
+  if (value_of(lookup, "MASTER_PORT").find("://") == std::string::npos) {
+    if (const int port = master_port(lookup); port > 0) return port;
+  }
+  const std::string step = by_mpirun(kind) ? first_of(lookup, {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid",
+                                                               "PMI_JOBID", all_here ? "PMI_PORT" : ""})
+                                           : value_of(lookup, "SLURM_STEP_ID");
+  uint32_t hash = 2166136261u;
+  for (char c : fmt::format("{}.{}", first_of(lookup, {"SLURM_HET_JOB_ID", "SLURM_JOB_ID"}), step))
+    hash = (hash ^ static_cast<uint8_t>(c)) * 16777619u;
+  return 20'000 + static_cast<int>(hash % 10'000);
 }
 
 // Sets the rendezvous to the first node of the Slurm step, or of mpirun's allocation, where rank 0 is assumed
@@ -151,7 +138,7 @@ void assume_first_node(LauncherKind kind, const Lookup& lookup, Launch& launch) 
       if (list.empty()) return;
     }
     const std::string first = first_host(list);
-    const int port = port_or(lookup, port_of_job(id_of(kind, false, lookup)));
+    const int port = port_of_launch(kind, false, lookup);
     const bool one_node = first == list && launch.assumed_from == name;
     launch.rendezvous = tcp(one_node ? loopback_address() : first, port);
     return;
@@ -169,18 +156,10 @@ void find_rendezvous(LauncherKind kind, const Lookup& lookup, Launch& launch) {
     }
     launch.rendezvous = tcp(all_here ? loopback_address() : host, port > 0 ? port : kDefaultPort);
   } else if (all_here) {
-    launch.rendezvous = tcp(loopback_address(), port_or(lookup, port_of_job(id_of(kind, true, lookup))));
+    launch.rendezvous = tcp(loopback_address(), port_of_launch(kind, true, lookup));
   } else {
     assume_first_node(kind, lookup, launch);
   }
-}
-
-// Returns the number of ranks on this node. Slurm lists the tasks of each node of the step.
-int local_world_of(const Variables& v, const std::string& text, const Lookup& lookup) {
-  if (text.empty()) return 0;
-  if (v.kind != LauncherKind::slurm) return parse(v.local_world, text);
-  const std::string node = value_of(lookup, "SLURM_NODEID");
-  return count_of_node(text, node.empty() ? 0 : parse("SLURM_NODEID", node));
 }
 
 // Returns whether srun set the variables: srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, as Hydra does.
@@ -221,7 +200,12 @@ Launch read(const Variables& v, const Lookup& lookup) {
   const std::string local_rank = value_of(lookup, v.local_rank),
                     local_world = value_of(lookup, v.local_world);
   if (!local_rank.empty()) launch.local_rank = parse(v.local_rank, local_rank);
-  launch.local_world = local_world_of(v, local_world, lookup);
+  if (!local_world.empty() && v.kind != LauncherKind::slurm)
+    launch.local_world = parse(v.local_world, local_world);
+  if (!local_world.empty() && v.kind == LauncherKind::slurm) {  // the tasks of each node of the step
+    const std::string node = value_of(lookup, "SLURM_NODEID");
+    launch.local_world = count_of_node(local_world, node.empty() ? 0 : parse("SLURM_NODEID", node));
+  }
   if (launch.local_world > 0 &&
       (launch.local_rank >= launch.local_world || launch.local_world > launch.world)) {
     throw BadInput(
@@ -301,27 +285,16 @@ std::string rendezvous_for(const Launch& launch, const std::string& rendezvous) 
       launch.launcher, launch.world, launch.variables);
 }
 
-namespace {
-
-JoinOptions join_options(const RunOptions& o) {
-  JoinOptions how{.rendezvous = o.rendezvous, .timeout_s = o.timeout_s};
-  if (o.link_text) how.link = EmulatedLink::parse(*o.link_text);
-  return how;
-}
-
-TcpOptions tcp_options(const JoinOptions& how) {
-  TcpOptions options;
-  options.shrinkable = how.shrinkable;
-  options.link = how.link;
-  options.group.timeout = std::chrono::milliseconds(static_cast<int64_t>(how.timeout_s * 1e3));
+TcpOptions tcp_options(const std::string& rendezvous, double timeout_s, const EmulatedLink& link) {
+  TcpOptions options{.group = {}, .link = link};
+  options.group.rendezvous = rendezvous;
+  options.group.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
   return options;
 }
 
-}  // namespace
-
-std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how, Device device) {
-  TcpOptions options = tcp_options(how);
-  options.group.rendezvous = rendezvous_for(launch, how.rendezvous);
+std::unique_ptr<Communicator> join(const Launch& launch, TcpOptions options, Device device) {
+  const bool given = !options.group.rendezvous.empty();
+  options.group.rendezvous = rendezvous_for(launch, options.group.rendezvous);
   options.group.rank = launch.rank;
   options.group.world = launch.world;
   try {
@@ -331,7 +304,7 @@ std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how,
     const std::string text = error.what();
     const bool not_there = text.find("cannot listen on") != std::string::npos ||
                            text.find("did not reach rank 0") != std::string::npos;
-    if (!how.rendezvous.empty() || launch.assumed_from.empty() || !not_there) throw;
+    if (given || launch.assumed_from.empty() || !not_there) throw;
     throw CommError(
         "{}; rank 0 is assumed to be on the first node of {}: if rank 0 is on another node, set "
         "MASTER_ADDR to that node on every rank",
@@ -345,10 +318,9 @@ std::unique_ptr<Communicator> join(const RunOptions& o, const TrainConfig& confi
   if (device.is_cuda() && o.launch->local_rank >= 0) {
     device = Device::cuda(o.launch->local_rank % cuda_device_count());
   }
-  JoinOptions how = join_options(o);
-  how.shrinkable = static_cast<bool>(config.elastic);
-  how.link = config.link;
-  return join(*o.launch, how, device);
+  TcpOptions options = tcp_options(o.rendezvous, o.timeout_s, config.link);
+  options.shrinkable = static_cast<bool>(config.elastic);
+  return join(*o.launch, options, device);
 }
 
 Launch launch_of_joiner(const std::string& path) {
@@ -357,7 +329,8 @@ Launch launch_of_joiner(const std::string& path) {
 }
 
 std::unique_ptr<Communicator> join_members(const RunOptions& options, const std::string& about) {
-  return Communicator::join_tcp(tcp_options(join_options(options)),
+  const auto link = options.link_text ? EmulatedLink::parse(*options.link_text) : EmulatedLink{};
+  return Communicator::join_tcp(tcp_options(options.rendezvous, options.timeout_s, link),
                                 {.invitation =
                                      [path = options.join] {
                                        try {

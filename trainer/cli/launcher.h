@@ -7,8 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "collectives/net/socket.h"
-#include "collectives/transport/emulated_link.h"
+#include "collectives/transport/tcp/tcp.h"
 #include "runtime/device/device.h"
 #include "runtime/util/environment.h"
 #include "trainer/config/settings.h"
@@ -30,20 +29,13 @@ std::optional<Launch> detect_launcher(const std::function<const char*(const char
 // if neither is known.
 std::string rendezvous_for(const Launch& launch, const std::string& rendezvous);
 
-// The flags that determine how a process connects to the others. The fields have the meaning of the same
-// fields of GroupOptions and TcpOptions.
-struct JoinOptions {
-  std::string rendezvous;  // if empty, the launcher's rendezvous
-  double timeout_s = 60;
-  bool shrinkable = false;
-  EmulatedLink link = {};
-};
+// Returns the options for ranks that are processes. `rendezvous`: if empty, the launcher's rendezvous.
+TcpOptions tcp_options(const std::string& rendezvous, double timeout_s, const EmulatedLink& link = {});
 
 // Connects to the other processes, with NCCL when `device` is a GPU. Throws BadInput when no rendezvous is
 // known, when other machines can reach the rendezvous and the run has no secret, or when this build lacks
 // NCCL.
-std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how,
-                                   Device device = Device::host());
+std::unique_ptr<Communicator> join(const Launch& launch, TcpOptions options, Device device);
 
 // Connects to the other processes of the run. Returns null if this process is the only process.
 std::unique_ptr<Communicator> join(const RunOptions& options, const TrainConfig& config);

@@ -24,16 +24,6 @@ std::string counted(int count, const char* noun) {
   return fmt::format("{} {}{}", count, noun, count == 1 ? "" : "s");
 }
 
-VitConfig resolve_model(const RunOptions& o) {
-  VitConfig model = named_model(o.model.name);
-  for (const Setting& setting : settings()) {
-    const auto* size = std::get_if<int32_t VitConfig::*>(&setting.field);
-    if (size != nullptr && o.model.**size > 0) model.** size = o.model.**size;
-  }
-  model.gelu = o.model.gelu;
-  return model;
-}
-
 // Returns the settings of the command line, with defaults for those that were not given.
 TrainConfig training_settings(const RunOptions& o) {
   const bool adamw = o.optimizer_text != "sgd";
@@ -51,21 +41,6 @@ TrainConfig training_settings(const RunOptions& o) {
   if (o.checkpoint_keep == 0) config.checkpoint_keep = kDefaultCheckpoints;
   if (o.link_text) config.link = EmulatedLink::parse(*o.link_text);
   return config;
-}
-
-// Returns the number of ranks: one per process, or --ranks threads of a single process. Several processes
-// with several ranks each are not supported.
-int resolve_ranks(const RunOptions& o, Resolved& out) {
-  if (!o.launch || o.launch->world == 1) return std::max(o.rank_count, 1);
-  const int world = o.launch->world;
-  if (o.rank_count > 0 && o.rank_count != world) {
-    throw BadInput(
-        "--ranks {}, but {} started {} processes ({}), and each process is one rank; omit "
-        "--ranks, or start one process",
-        o.rank_count, o.launch->launcher, world, o.launch->variables);
-  }
-  out.config.processes = true;
-  return world;
 }
 
 // Resolves the number of ranks per node. Call after resolving the ranks.
@@ -122,9 +97,17 @@ int usable_gpus(const RunOptions& o, int count, int here, Resolved& out) {
   return 0;
 }
 
+// Resolves the ranks, one per process or --ranks threads of a single process, and their devices. Several
+// processes with several ranks each are not supported.
 void resolve_devices(const RunOptions& o, Resolved& out) {
-  const int count = resolve_ranks(o, out);
-  const bool processes = out.config.processes;
+  const bool processes = out.config.processes = o.launch && o.launch->world > 1;
+  const int count = processes ? o.launch->world : std::max(o.rank_count, 1);
+  if (processes && o.rank_count > 0 && o.rank_count != count) {
+    throw BadInput(
+        "--ranks {}, but {} started {} processes ({}), and each process is one rank; omit "
+        "--ranks, or start one process",
+        o.rank_count, o.launch->launcher, count, o.launch->variables);
+  }
   // The number of ranks on this machine, or `count` if unknown.
   const int here = processes && o.launch->local_world > 0 ? o.launch->local_world : count;
   const int gpus = usable_gpus(o, count, here, out);
@@ -164,27 +147,6 @@ Wire gather_format(const RunOptions& o) {
     throw BadInput("--gather-weights needs --shard; otherwise every rank updates all weights");
   }
   return spec.wire;
-}
-
-// Resolves --gradient-group. Call after resolving the ranks and devices.
-void resolve_gradient_group(const RunOptions& o, Resolved& out) {
-  if (o.gradient_group == 0) return;
-  if (out.config.devices.front().is_host())
-    out.notes.emplace_back(
-        "Note: --gradient-group has no effect on the host, which computes each layer's gradients separately");
-  else if (out.config.ranks() == 1)
-    out.notes.emplace_back("Note: --gradient-group has no effect on a single rank, which sends no gradients");
-}
-
-// Checks --overlap-forward, with which a step ends inside the next step.
-void check_overlap(const RunOptions& o) {
-  if (!o.overlap_forward) return;
-  if (o.graph)
-    throw BadInput("--overlap-forward and --graph cannot be combined: a graph contains one whole step");
-  if (o.shard_optimizer)
-    throw BadInput(
-        "--overlap-forward and --shard optimizer cannot be combined: with --shard optimizer a step ends when "
-        "the weights are gathered; use --shard none");
 }
 
 // Resolves --elastic. Call after resolving the ranks and devices.
@@ -358,12 +320,6 @@ int64_t steps_per_epoch(const TrainConfig& config, const Dataset& train) {
   return train.count() / config.global_batch();
 }
 
-bool same_folder(const std::string& a, const std::string& b) {
-  namespace fs = std::filesystem;
-  std::error_code ignored;
-  return fs::weakly_canonical(a + "/", ignored) == fs::weakly_canonical(b + "/", ignored);
-}
-
 // Takes over the choice of --compression auto from a checkpoint. A choice for another number of ranks holds
 // only until the run chooses. A spec with momentum holds to the end: other specs would add its state to a
 // gradient.
@@ -397,7 +353,12 @@ void resolve_checkpoints(const RunOptions& o, int64_t steps_per_epoch, Resolved&
   // A joiner gets its state from the other ranks, even if they started from a checkpoint.
   const bool joins = !o.join.empty();
   const std::string& folder = o.checkpoint_directory;
-  const bool continues = joins || (!o.resume.empty() && !folder.empty() && same_folder(o.resume, folder));
+  std::error_code ignored;
+  const auto canonical = [&](const std::string& path) {
+    return std::filesystem::weakly_canonical(path + "/", ignored);
+  };
+  const bool same = !o.resume.empty() && !folder.empty() && canonical(o.resume) == canonical(folder);
+  const bool continues = joins || same;
   if (!o.init.empty()) check_weights(o.init, config.model);
   config.resume.clear();
   if (!folder.empty()) {
@@ -413,9 +374,7 @@ void resolve_checkpoints(const RunOptions& o, int64_t steps_per_epoch, Resolved&
   if (o.resume.empty() || joins) return;
   FoundCheckpoint found;
   // The same command starts a run and, after any interruption, continues it.
-  if (std::error_code ignored; !continues || std::filesystem::exists(o.resume, ignored)) {
-    found = find_checkpoint(o.resume);
-  }
+  if (!continues || std::filesystem::exists(o.resume, ignored)) found = find_checkpoint(o.resume);
   out.notes.insert(out.notes.end(), found.ignored.begin(), found.ignored.end());
   if (!found.path) {
     if (!continues) {
@@ -500,11 +459,21 @@ Resolved resolve_machine(const RunOptions& o) {
   Resolved out;
   TrainConfig& config = out.config;
   config = training_settings(o);
-  config.model = resolve_model(o);
+  config.model = named_model(o.model.name);
+  for (const Setting& setting : settings()) {
+    const auto* size = std::get_if<int32_t VitConfig::*>(&setting.field);
+    if (size != nullptr && o.model.**size > 0) config.model.** size = o.model.**size;
+  }
+  config.model.gelu = o.model.gelu;
   resolve_compression(o, out);
   out.buckets_mb = o.buckets_mb.empty() ? std::vector<double>{kDefaultBucketMb} : o.buckets_mb;
   config.bucket_mb = out.buckets_mb[0];
-  check_overlap(o);
+  if (o.overlap_forward && o.graph)
+    throw BadInput("--overlap-forward and --graph cannot be combined: a graph contains one whole step");
+  if (o.overlap_forward && o.shard_optimizer)
+    throw BadInput(
+        "--overlap-forward and --shard optimizer cannot be combined: with --shard optimizer a step ends when "
+        "the weights are gathered; use --shard none");
   config.gather_weights = gather_format(o);
   resolve_devices(o, out);
   resolve_nodes(o, out);
@@ -514,7 +483,11 @@ Resolved resolve_machine(const RunOptions& o) {
   check_muon(config);
   check_automatic(o, out);
   note_second_momentum(o, out);
-  resolve_gradient_group(o, out);
+  if (o.gradient_group != 0 && config.devices.front().is_host())
+    out.notes.emplace_back(
+        "Note: --gradient-group has no effect on the host, which computes each layer's gradients separately");
+  else if (o.gradient_group != 0 && config.ranks() == 1)
+    out.notes.emplace_back("Note: --gradient-group has no effect on a single rank, which sends no gradients");
   if (config.graph && config.devices[0].is_cuda() && config.ranks() > 1 && !config.processes) {
     throw BadInput(
         "--graph: GPU ranks of one process synchronize on the host in each step, which a graph cannot "

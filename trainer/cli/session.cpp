@@ -19,16 +19,15 @@
 #include "runtime/util/signals.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
-#include "trainer/cli/commands.h"
 #include "trainer/cli/flags.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/log/console.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/records.h"
 #include "trainer/measure/peaks.h"
-#include "trainer/train/agreement.h"
 #include "trainer/train/plan_change.h"
 #include "trainer/train/run.h"
+#include "trainer/train/run_reporter.h"
 #include "trainer/train/weight_shards.h"
 
 namespace gradwire {
@@ -41,8 +40,7 @@ class Fan final : public RunObserver {
   void on_run(const RunInfo& record) override { pass(&RunObserver::on_run, record); }
   void on_step(const StepRecord& record) override { pass(&RunObserver::on_step, record); }
   void on_waits(const WaitRecord& record) override { pass(&RunObserver::on_waits, record); }
-  void on_shrink(const ShrinkRecord& record) override { pass(&RunObserver::on_shrink, record); }
-  void on_grow(const GrowRecord& record) override { pass(&RunObserver::on_grow, record); }
+  void on_group(const GroupRecord& record) override { pass(&RunObserver::on_group, record); }
   void on_replan(const ReplanRecord& record) override { pass(&RunObserver::on_replan, record); }
   void on_eval(const EvalRecord& record) override { pass(&RunObserver::on_eval, record); }
   void on_checkpoint(const CheckpointRecord& record) override { pass(&RunObserver::on_checkpoint, record); }
@@ -92,17 +90,9 @@ void say_plan(const TrainConfig& config) {
   say(memory_text(config, plan_memory(config)));
 }
 
-void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                const RunPart& part) {
-  if (part.join_group) {
-    join_training(config, data, observer, part.join_group);
-  } else if (part.comm != nullptr) {
-    run_training(config, data, observer, *part.comm, part.plan);
-  } else {
-    run_training(config, data, observer, part.plan);
-  }
-}
+namespace {
 
+// Returns what a run with --compression auto chooses from.
 AutoPlan auto_plan(const Resolved& run, const RunOptions& o) {
   Choices choices = run.automatic->choices({});
   // Larger buckets take more memory, so a limit keeps the default.
@@ -117,6 +107,8 @@ AutoPlan auto_plan(const Resolved& run, const RunOptions& o) {
   return {.request = *run.automatic, .choices = choices};
 }
 
+// Measures, chooses the compression, and sets it in run.config; adds the choice to `output`. Prints on rank
+// 0. `comm`: null if ranks are threads.
 void choose_automatically(Resolved& run, const RunOptions& o, const AutoPlan& plan, Communicator* comm,
                           RunOutput& output) {
   const std::string& file = plan.request.plan;
@@ -150,8 +142,10 @@ void choose_automatically(Resolved& run, const RunOptions& o, const AutoPlan& pl
       links_text(report) + recommendation_text(report, run.config.model));
 }
 
+}  // namespace
+
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
-                    const RunPart& part) {
+                    const std::function<void(RunObserver&)>& train) {
   Summarizer summarizer;
   std::unique_ptr<RunLog> log;
   std::vector<RunObserver*> observers;
@@ -163,10 +157,10 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
   if (output.observer != nullptr) observers.push_back(output.observer);
   auto start = std::chrono::steady_clock::now();
   {
-    Console console(config, {stdout, isatty(STDOUT_FILENO) == 1, output.log_every, output.label});
+    Console console(config, stdout, isatty(STDOUT_FILENO) == 1, output.log_every, output.label);
     observers.push_back(&console);
     Fan fan(observers);
-    train_part(config, data, fan, part);
+    train(fan);
   }
   if (!summarizer.ended()) return {};
   RunSummary summary =
@@ -218,36 +212,40 @@ std::string command_line(const std::string& checkpoints = "") {
   return checkpoints.empty() ? text : text + " --resume " + shell_word(checkpoints);
 }
 
-}  // namespace
-
-TrainInterruption::TrainInterruption(const RunOptions& options, const TrainConfig& config)
-    : options_(options), config_(config) {
-  const bool exist = holds_checkpoints(config.checkpoint_directory);
-  set_final_text(text(exist ? find_checkpoint(config.checkpoint_directory).path.value_or("") : ""));
-}
-
-TrainInterruption::~TrainInterruption() {
-  set_final_text("");
-}
-
-void TrainInterruption::on_checkpoint(const CheckpointRecord& record) {
-  set_final_text(text(record.path));
-}
-
-std::string TrainInterruption::text(const std::string& checkpoint) const {
-  std::string kept = checkpoint;
-  if (!options_.log.empty()) kept += (kept.empty() ? "" : " and ") + options_.log;
-  kept = kept.empty() ? "nothing was kept" : "kept " + kept;
-  const std::string with =
-      config_.processes && options_.launch ? "start each rank again with" : "continue with";
-  if (!checkpoint.empty()) {
-    return fmt::format("{}; {}:\n  {}", kept, with, command_line(config_.checkpoint_directory));
+// Names the newest checkpoint of a `train` run in the message if a signal ends the run.
+class TrainInterruption final : public RunObserver {
+ public:
+  TrainInterruption(const RunOptions& options, const TrainConfig& config)
+      : options_(options), config_(config) {
+    const bool exist = holds_checkpoints(config.checkpoint_directory);
+    set_text(exist ? find_checkpoint(config.checkpoint_directory).path.value_or("") : "");
   }
-  return kept + (config_.checkpoint_directory.empty()
-                     ? "; a run with --checkpoint DIR --resume DIR can be continued"
-                     : fmt::format("; there is no checkpoint yet, the first would be after {} steps",
-                                   config_.checkpoint_every));
-}
+  ~TrainInterruption() override { set_final_text(""); }
+  void on_checkpoint(const CheckpointRecord& record) override { set_text(record.path); }
+
+ private:
+  void set_text(const std::string& checkpoint) const {
+    std::string kept = checkpoint;
+    if (!options_.log.empty()) kept += (kept.empty() ? "" : " and ") + options_.log;
+    kept = kept.empty() ? "nothing was kept" : "kept " + kept;
+    const bool each = config_.processes && options_.launch;
+    if (!checkpoint.empty()) {
+      kept += fmt::format("; {}:\n  {}", each ? "start each rank again with" : "continue with",
+                          command_line(config_.checkpoint_directory));
+    } else if (config_.checkpoint_directory.empty()) {
+      kept += "; a run with --checkpoint DIR --resume DIR can be continued";
+    } else {
+      kept += fmt::format("; there is no checkpoint yet, the first would be after {} steps",
+                          config_.checkpoint_every);
+    }
+    set_final_text(kept);
+  }
+
+  const RunOptions& options_;
+  const TrainConfig& config_;
+};
+
+}  // namespace
 
 std::string compare_interruption(const RunOptions& options, bool logged, size_t done, size_t all) {
   if (!logged) return "nothing was kept; with --json FILE, compare can be continued";
@@ -273,13 +271,13 @@ int report(const char* text, int code) {
 }
 
 int train(const RunOptions& options) {
-  if (leads(options) && !options.log.empty()) check_writable(options.log);
-  if (leads(options) && !options.trace.empty()) check_writable(options.trace);
+  if (leads(options) && !options.log.empty()) OutputFile::would_be_regular(options.log);
+  if (leads(options) && !options.trace.empty()) OutputFile::would_be_regular(options.trace);
   if (leads(options) && !options.members.empty())
-    check_writable(options.members, OutputFile::Kind::private_file);
+    OutputFile::would_be_regular(options.members, OutputFile::Kind::private_file);
   Resolved run = resolve(options);
   if (run.automatic && !run.automatic->plan.empty() && leads(options)) {
-    check_writable(run.automatic->plan);
+    OutputFile::would_be_regular(run.automatic->plan);
     check_all_different(
         {{"auto:plan", run.automatic->plan}, {"--log", options.log}, {"--trace", options.trace}});
   }
@@ -289,27 +287,32 @@ int train(const RunOptions& options) {
     return kDone;
   }
   check_memory_limit(run.config);
-  std::unique_ptr<TrainInterruption> interruption;
-  if (leads(options) && options.join.empty()) {
-    interruption = std::make_unique<TrainInterruption>(options, run.config);
-  }
-  RunOutput output{.log = options.log, .log_every = options.log_every, .observer = interruption.get()};
+  std::optional<TrainInterruption> interruption;
+  if (leads(options) && options.join.empty()) interruption.emplace(options, run.config);
+  RunOutput output{.log = options.log,
+                   .log_every = options.log_every,
+                   .observer = interruption ? &*interruption : nullptr};
+  std::unique_ptr<Communicator> comm;
+  std::optional<AutoPlan> plan;
   if (!options.join.empty()) {
     say(fmt::format("Joining the run of {}: waiting for its ranks to finish a step", options.join));
-    const RunPart part{.join_group = [&](const std::string& about) { return join_members(options, about); }};
-    return run_once(run.config, run.data, output, part).diverged() ? kDiverged : kDone;
+  } else {
+    comm = join(options, run.config);
+    if (run.automatic) plan = auto_plan(run, options);
+    if (plan && comm) plan->about_data = described_data(run.data);
+    if (plan && !run.chosen) choose_automatically(run, options, *plan, comm.get(), output);
+    if (plan) plan->predicted = output.predicted;
   }
-  std::unique_ptr<Communicator> comm = join(options, run.config);
-  std::optional<AutoPlan> plan;
-  if (run.automatic) plan = auto_plan(run, options);
-  if (plan && comm) plan->about_data = described_data(run.data);
-  if (plan && !run.chosen) choose_automatically(run, options, *plan, comm.get(), output);
-  if (plan) plan->predicted = output.predicted;
-  const RunPart part{.comm = comm.get(), .plan = plan ? &*plan : nullptr};
+  const auto train = [&](RunObserver& observer) {
+    if (options.join.empty())
+      return run_training(run.config, run.data, observer, comm.get(), plan ? &*plan : nullptr);
+    join_training(run.config, run.data, observer,
+                  [&](const std::string& about) { return join_members(options, about); });
+  };
   if (leads(options) || run.config.elastic)
-    return run_once(run.config, run.data, output, part).diverged() ? kDiverged : kDone;
+    return run_once(run.config, run.data, output, train).diverged() ? kDiverged : kDone;
   RunObserver silent;
-  train_part(run.config, run.data, silent, part);
+  train(silent);
   return kDone;
 }
 
@@ -323,14 +326,6 @@ void detect_launch(RunOptions& options) {
                    ": there is only one process; start several with torchrun, srun or mpirun, or set RANK "
                    "and WORLD_SIZE for each");
   }
-}
-
-// A train without flags is probably a question, and training takes minutes. A script whose flags got lost
-// must not look like success.
-int explain_train(const CLI::App& command) {
-  report("train needs a flag, such as --model; gradwire train --help lists all", kBadInput);
-  std::fprintf(stderr, "%s\n", command.get_footer().c_str());
-  return kBadInput;
 }
 
 int parse_and_run(int argc, char** argv) {
@@ -364,7 +359,13 @@ int parse_and_run(int argc, char** argv) {
     throw BadInput("unknown command '" + first +
                    "'; use train, compare, doctor, plan, top, report or export");
   }
-  if (argc == 2 && first == "train") return explain_train(*train_command);
+  // A train without flags is probably a question, and training takes minutes. A script whose flags got lost
+  // must not look like success.
+  if (argc == 2 && first == "train") {
+    report("train needs a flag, such as --model; gradwire train --help lists all", kBadInput);
+    std::fprintf(stderr, "%s\n", train_command->get_footer().c_str());
+    return kBadInput;
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& success) {

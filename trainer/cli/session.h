@@ -1,4 +1,4 @@
-// Console output and the execution of one configuration, for `train` and `compare`.
+// The commands, with the console output and the execution of one configuration.
 #pragma once
 
 #include <cstdint>
@@ -23,16 +23,6 @@ void say_start(const Resolved& run, const RunOptions& options);
 // Prints the plan for --dry-run.
 void say_plan(const TrainConfig& config);
 
-// This process's part of a run: the whole run, one launched rank, or a joiner.
-struct RunPart {
-  Communicator* comm = nullptr;
-  const AutoPlan* plan = nullptr;  // --compression auto: the run may choose again
-  // Set for a joiner: joins a running job.
-  std::function<std::unique_ptr<Communicator>(const std::string& about)> join_group = {};
-};
-void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                const RunPart& part);
-
 struct RunOutput {
   std::string log = {};             // file name; "" for no log
   int64_t log_every = 1;            // steps between log lines when output is not a terminal
@@ -42,35 +32,44 @@ struct RunOutput {
   std::string choice = {};
   std::optional<PredictedStep> predicted = {};
 };
-// Returns what a run with --compression auto chooses from.
-AutoPlan auto_plan(const Resolved& run, const RunOptions& options);
-// Measures, chooses the compression, and sets it in run.config; adds the choice to `output`. Prints on rank
-// 0. `comm`: null if ranks are threads.
-void choose_automatically(Resolved& run, const RunOptions& options, const AutoPlan& plan, Communicator* comm,
-                          RunOutput& output);
-// Trains, with a log and a report on stdout on rank 0. With --elastic, call run_once() on every rank, because
-// each rank may have to replace rank 0. Ranks other than rank 0 print nothing.
+// Calls `train`, with a log and a report on stdout on rank 0. With --elastic, call run_once() on every rank,
+// because each rank may have to replace rank 0. Ranks other than rank 0 print nothing.
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
-                    const RunPart& part);
+                    const std::function<void(RunObserver& observer)>& train);
 
-// Messages of runs that a signal ends: what was kept, and the command that continues the run.
-
-// Names the newest checkpoint of a `train` run in the text of its interruption.
-class TrainInterruption final : public RunObserver {
- public:
-  TrainInterruption(const RunOptions& options, const TrainConfig& config);
-  ~TrainInterruption() override;
-  void on_checkpoint(const CheckpointRecord& record) override;
-
- private:
-  std::string text(const std::string& checkpoint) const;
-  const RunOptions& options_;
-  const TrainConfig& config_;
-};
-
-// Returns the text for `compare` after `done` of `all` runs. `logged`: whether the runs have logs next to
+// Returns the message if a signal ends `compare`: what was kept, and the command that continues it. After
+// `done` of `all` runs. `logged`: whether the runs have logs next to
 // --json, so that another call skips finished runs.
 std::string compare_interruption(const RunOptions& options, bool logged, size_t done, size_t all);
+
+// `gradwire compare`: one run per compression, bucket size and seed, then one table. Throws BadInput before
+// the first run starts, and the exceptions of a run. Skips runs that an earlier call with the same --json
+// finished with the same settings.
+void compare(const RunOptions& options);
+
+// `gradwire doctor` reports which features this machine and this build support, and why other features
+// are off. With several ranks, also reports the speed of their links and recommends a compression.
+
+// Returns the default options of doctor and plan, which differ from the defaults of train: vit_b_32, batches
+// of 32, a timeout of 10 s.
+RunOptions doctor_defaults();
+// Prints the report on rank 0 and, with options.json, writes it to a file. Collective if a launcher has
+// started several processes. Blocks for seconds. Throws CommError when a rank does not answer in time.
+void doctor(RunOptions options);
+
+// `gradwire plan` predicts training steps on a cluster that one does not have. Prints the plan and, with
+// options.json, writes it to a file. Throws BadInput.
+void plan(const RunOptions& options);
+
+// `gradwire top` follows a run through its log. Returns when the run has ended or, without a terminal, after
+// one reading. Throws BadInput if the file cannot be read or is not a run log.
+void top(const FileOptions& options);
+
+// `gradwire report` and `gradwire export` start the Python programs of trainer/report. Return the exit code
+// of the program, which prints its error as one line. Throw BadInput if a file cannot be read or written, and
+// Error if Python cannot be started.
+int write_report(const FileOptions& options);
+int export_events(const FileOptions& options);
 
 // The `gradwire` command: train, compare, doctor, plan, top, report, export.
 

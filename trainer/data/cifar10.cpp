@@ -40,15 +40,6 @@ size_t append(Dataset& data, const std::string& path) {
   return records;
 }
 
-Dataset empty_cifar10() {
-  Dataset data;
-  data.name = "cifar10";
-  data.channels = 3;
-  data.height = data.width = 32;
-  data.classes = kCifar10Classes;
-  return data;
-}
-
 }  // namespace
 
 DataSplits load_cifar10(const std::string& directory) {
@@ -60,7 +51,9 @@ DataSplits load_cifar10(const std::string& directory) {
       fs::is_directory(root / "cifar-10-batches-bin", ignored)) {
     root /= "cifar-10-batches-bin";
   }
-  DataSplits splits{empty_cifar10(), empty_cifar10()};
+  const Dataset empty{
+      .name = "cifar10", .channels = 3, .height = 32, .width = 32, .classes = kCifar10Classes};
+  DataSplits splits{empty, empty};
   size_t first = 0;
   for (int batch = 1; batch <= 5; ++batch) {
     std::string path = (root / fmt::format("data_batch_{}.bin", batch)).string();
@@ -89,6 +82,7 @@ constexpr int32_t kFashionMnistClasses = 10;
 const std::string kImages = "images-idx3-ubyte", kLabels = "labels-idx1-ubyte";
 
 struct Idx {
+  std::string path;
   std::vector<int64_t> shape;
   std::vector<uint8_t> values;
 };
@@ -143,7 +137,7 @@ Idx read_idx(const std::string& path, uint32_t dimensions) {
   if (word(0) != magic)
     fail(fmt::format("wrong magic number 0x{:08x}, an IDX file of this kind has 0x{:08x}", word(0), magic));
 
-  Idx idx;
+  Idx idx{.path = path, .shape = {}, .values = {}};
   size_t expected = 1;
   std::string shape;
   for (uint32_t d = 0; d < dimensions; ++d) {
@@ -162,18 +156,12 @@ Idx read_idx(const std::string& path, uint32_t dimensions) {
   return idx;
 }
 
-struct FoundIdx {
-  Idx idx;
-  std::string path;
-};
-
 // Returns the first readable file. Adds a note for each unreadable file, unless all files are unreadable.
-FoundIdx read_first(const std::vector<std::string>& paths, uint32_t dimensions,
-                    std::vector<std::string>& notes) {
+Idx read_first(const std::vector<std::string>& paths, uint32_t dimensions, std::vector<std::string>& notes) {
   std::vector<std::string> problems;
   for (const std::string& path : paths) {
     try {
-      FoundIdx found{read_idx(path, dimensions), path};
+      Idx found = read_idx(path, dimensions);
       for (const std::string& problem : problems) {
         notes.push_back(fmt::format("Note: reading {} instead of a broken file: {}", path, problem));
       }
@@ -186,23 +174,22 @@ FoundIdx read_first(const std::vector<std::string>& paths, uint32_t dimensions,
 }
 
 Dataset read_split(const std::string& directory, const std::string& prefix, std::vector<std::string>& notes) {
-  auto [images, image_path] = read_first(idx_files(directory, prefix, kImages), 3, notes);
-  auto [labels, label_path] = read_first(idx_files(directory, prefix, kLabels), 1, notes);
+  Idx images = read_first(idx_files(directory, prefix, kImages), 3, notes);
+  const Idx labels = read_first(idx_files(directory, prefix, kLabels), 1, notes);
   if (images.shape[0] != labels.shape[0]) {
-    throw BadInput("{}: {} labels for the {} images of {}; {}", label_path, labels.shape[0], images.shape[0],
-                   image_path, kFashionMnistRemedy);
+    throw BadInput("{}: {} labels for the {} images of {}; {}", labels.path, labels.shape[0], images.shape[0],
+                   images.path, kFashionMnistRemedy);
   }
-  Dataset data;
-  data.name = "fashion-mnist";
-  data.channels = 1;
-  data.height = static_cast<int32_t>(images.shape[1]);
-  data.width = static_cast<int32_t>(images.shape[2]);
-  data.classes = kFashionMnistClasses;
-  data.images = std::move(images.values);
-  data.labels.assign(labels.values.begin(), labels.values.end());
+  Dataset data{.name = "fashion-mnist",
+               .channels = 1,
+               .height = static_cast<int32_t>(images.shape[1]),
+               .width = static_cast<int32_t>(images.shape[2]),
+               .classes = kFashionMnistClasses,
+               .images = std::move(images.values),
+               .labels = {labels.values.begin(), labels.values.end()}};
   for (size_t i = 0; i < data.labels.size(); ++i) {
     if (data.labels[i] >= kFashionMnistClasses) {
-      throw BadInput("{}: label {} is {}, but the classes are 0 to {}; {}", label_path, i, data.labels[i],
+      throw BadInput("{}: label {} is {}, but the classes are 0 to {}; {}", labels.path, i, data.labels[i],
                      kFashionMnistClasses - 1, kFashionMnistRemedy);
     }
   }

@@ -122,23 +122,19 @@ constexpr Kind kKinds[] = {
     {257, "ustar"sv, "a tar archive; unpack it with tar -xf"},
 };
 
-// Returns whether the text begins with a tag, after white space: "<!DOCTYPE html>", "<html>", "<?xml ...".
-// Servers answer failed requests with such texts.
-bool is_markup(std::string_view text) {
-  const size_t begin = text.find_first_not_of(" \t\r\n\xef\xbb\xbf");
-  if (begin == std::string_view::npos) return false;
-  std::string word(text.substr(begin, 9));
-  std::transform(word.begin(), word.end(), word.begin(), [](unsigned char c) { return std::tolower(c); });
-  return word == "<!doctype" || word.starts_with("<html") || word.starts_with("<?xml") ||
-         word.starts_with("<head") || word.starts_with("<body") || word.starts_with("<!--");
-}
-
 }  // namespace
 
 std::string foreign_kind(std::span<const uint8_t> head) {
   const std::string_view text(reinterpret_cast<const char*>(head.data()),
                               std::min(head.size(), kFileKindBytes));
-  if (is_markup(text)) return "an HTML or XML page, as a failed download leaves it; download the file again";
+  // A tag, after white space: servers answer failed requests with such texts.
+  const size_t begin = std::min(text.find_first_not_of(" \t\r\n\xef\xbb\xbf"), text.size());
+  std::string word(text.substr(begin, 9));
+  std::transform(word.begin(), word.end(), word.begin(), [](unsigned char c) { return std::tolower(c); });
+  for (const char* tag : {"<!doctype", "<html", "<?xml", "<head", "<body", "<!--"}) {
+    if (word.starts_with(tag))
+      return "an HTML or XML page, as a failed download leaves it; download the file again";
+  }
   for (const Kind& kind : kKinds) {
     if (text.size() >= kind.at && text.substr(kind.at).starts_with(kind.signature)) return kind.text;
   }

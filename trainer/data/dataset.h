@@ -13,9 +13,9 @@ namespace gradwire {
 struct Dataset {
   std::string name;
   int32_t channels = 0, height = 0, width = 0, classes = 0;
-  std::vector<uint8_t> images;      // (count, channels, height, width)
-  std::vector<int32_t> labels;      // (count), each in 0..classes-1
-  std::vector<float> mean, stddev;  // (channels); of the training images scaled to 0..1
+  std::vector<uint8_t> images = {};           // (count, channels, height, width)
+  std::vector<int32_t> labels = {};           // (count), each in 0..classes-1
+  std::vector<float> mean = {}, stddev = {};  // (channels); of the training images scaled to 0..1
 
   int64_t count() const { return static_cast<int64_t>(labels.size()); }
   int64_t image_elements() const { return int64_t{1} * channels * height * width; }

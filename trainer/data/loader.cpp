@@ -1,14 +1,10 @@
 #include "trainer/data/loader.h"
 
 #include <algorithm>
-#include <condition_variable>
-#include <exception>
-#include <mutex>
 #include <numeric>
 
 #include "kernels/math/random.h"
 #include "kernels/simd/vector.h"
-#include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
 
@@ -41,225 +37,175 @@ int64_t batches_per_epoch(const Dataset& data, const LoaderOptions& options) {
                            : (data.count() + global - 1) / global;
 }
 
-class Loader::Impl {
- public:
-  Impl(const Dataset& data, LoaderOptions options) : data_(data), options_(options) {
-    if (options.world < 1 || options.rank < 0 || options.rank >= options.world || options.batch_size < 1 ||
-        options.group < 1 || options.slots < 1 || options.first_batch < 0 ||
-        global_batch(options) > options.batch_size * options.world) {
-      throw BadInput(
-          "Loader: invalid options: rank {} of {}, batches of {} ({} over all) in groups of {}, "
-          "{} slots, first batch {}",
-          options.rank, options.world, options.batch_size, options.global_batch, options.group, options.slots,
-          options.first_batch);
-    }
-    const int64_t global = global_batch(options);
-    batches_ = gradwire::batches_per_epoch(data, options);
-    if (batches_ == 0) {
-      throw BadInput(
-          "{}: {} images are fewer than the {} of one step ({} per rank and batch, {} ranks, {} batches); "
-          "lower --batch-size",
-          data.name, data.count(), global * options.group, options.batch_size, options.world, options.group);
-    }
-    for (int32_t c = 0; c < data.channels; ++c) {
-      scale_.push_back(1.0f / (255.0f * data.stddev[static_cast<size_t>(c)]));
-      shift_.push_back(-data.mean[static_cast<size_t>(c)] / data.stddev[static_cast<size_t>(c)]);
-    }
-    const size_t image_bytes =
-        static_cast<size_t>(options.batch_size * data.image_elements()) * sizeof(float);
-    const size_t label_bytes = static_cast<size_t>(options.batch_size) * sizeof(int32_t);
-    slots_.resize(static_cast<size_t>(options.slots));
-    for (Slot& slot : slots_) {
-      slot.images = Buffer(options.device, image_bytes);
-      slot.labels = Buffer(options.device, label_bytes);
-      slot.staged_images = copies() ? Buffer::pinned(options.device, image_bytes) : slot.images;
-      slot.staged_labels = copies() ? Buffer::pinned(options.device, label_bytes) : slot.labels;
-      slot.copied = Event::create(options.device);
-      slot.released = Event::create(options.device);
-    }
-    if (copies()) copy_stream_ = Stream::create(options.device, "copy");
-    thread_ = Thread("the thread that loads batches", [this] { work(); });
+Loader::Loader(const Dataset& data, LoaderOptions options) : data_(data), options_(options) {
+  if (options.world < 1 || options.rank < 0 || options.rank >= options.world || options.batch_size < 1 ||
+      options.group < 1 || options.slots < 1 || options.first_batch < 0 ||
+      global_batch(options) > options.batch_size * options.world) {
+    throw BadInput(
+        "Loader: invalid options: rank {} of {}, batches of {} ({} over all) in groups of {}, "
+        "{} slots, first batch {}",
+        options.rank, options.world, options.batch_size, options.global_batch, options.group, options.slots,
+        options.first_batch);
   }
-
-  ~Impl() {
-    {
-      std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-    try {
-      if (copies()) copy_stream_.synchronize();
-    } catch (...) {  // other calls report the device's failure
-    }
+  const int64_t global = global_batch(options);
+  batches_ = gradwire::batches_per_epoch(data, options);
+  if (batches_ == 0) {
+    throw BadInput(
+        "{}: {} images are fewer than the {} of one step ({} per rank and batch, {} ranks, {} batches); "
+        "lower --batch-size",
+        data.name, data.count(), global * options.group, options.batch_size, options.world, options.group);
   }
-
-  int64_t batches() const { return batches_; }
-
-  Batch next(const Stream& stream) {
-    check_device(stream, "next");
-    const size_t at = static_cast<size_t>(taken_ % options_.slots);
-    Slot& slot = slots_[at];
-    if (taken_ - released_ == options_.slots) {
-      throw Error("Loader::next: all {} slots are taken", options_.slots);
-    }
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return slot.full || error_; });
-      if (!slot.full) std::rethrow_exception(error_);
-    }
-    if (copies()) stream.wait(slot.copied);
-    ++taken_;
-    return {slot.images.as<float>(), slot.labels.as<int32_t>(), slot.count, static_cast<int64_t>(at)};
+  for (int32_t c = 0; c < data.channels; ++c) {
+    scale_.push_back(1.0f / (255.0f * data.stddev[static_cast<size_t>(c)]));
+    shift_.push_back(-data.mean[static_cast<size_t>(c)] / data.stddev[static_cast<size_t>(c)]);
   }
-
-  void release(const Stream& stream) {
-    check_device(stream, "release");
-    if (released_ == taken_) throw Error("Loader::release: no batch is taken");
-    Slot& slot = slots_[static_cast<size_t>(released_ % options_.slots)];
-    slot.released.record(stream);
-    ++released_;
-    {
-      std::lock_guard lock(mutex_);
-      slot.full = false;
-    }
-    changed_.notify_all();
+  const size_t image_bytes = static_cast<size_t>(options.batch_size * data.image_elements()) * sizeof(float);
+  const size_t label_bytes = static_cast<size_t>(options.batch_size) * sizeof(int32_t);
+  slots_.resize(static_cast<size_t>(options.slots));
+  for (Slot& slot : slots_) {
+    slot.images = Buffer(options.device, image_bytes);
+    slot.labels = Buffer(options.device, label_bytes);
+    slot.staged_images = copies() ? Buffer::pinned(options.device, image_bytes) : slot.images;
+    slot.staged_labels = copies() ? Buffer::pinned(options.device, label_bytes) : slot.labels;
+    slot.copied = Event::create(options.device);
+    slot.released = Event::create(options.device);
   }
-
-  // Returns the positions [begin, end) of the epoch's order that are this rank's part of `batch`.
-  std::pair<int64_t, int64_t> range(int64_t batch) const {
-    const int64_t global = global_batch(options_);
-    const int64_t begin = batch * global + global * options_.rank / options_.world;
-    const int64_t end = std::min(begin + part_of_batch(global, options_.rank, options_.world), data_.count());
-    return {std::min(begin, data_.count()), end};
-  }
-
-  std::vector<int64_t> order(int64_t epoch) const {
-    if (options_.shuffle) return epoch_permutation(data_.count(), options_.seed, epoch);
-    std::vector<int64_t> identity(static_cast<size_t>(data_.count()));
-    std::iota(identity.begin(), identity.end(), int64_t{0});
-    return identity;
-  }
-
- private:
-  struct Slot {
-    Buffer images, labels;                // returned by next()
-    Buffer staged_images, staged_labels;  // filled by the loading thread; on the host the same buffers
-    int64_t count = 0;
-    Event copied, released;
-    // Whether the slot has a batch; guarded by mutex_. If true, the caller owns the other members, otherwise
-    // the loading thread.
-    bool full = false;
-  };
-
-  bool copies() const { return options_.device.is_cuda(); }
-
-  void check_device(const Stream& stream, const char* what) const {
-    if (stream.device() == options_.device) return;
-    throw BadInput("Loader::{}: the stream is on {}, the loader's device is {}", what, stream.device().name(),
-                   options_.device.name());
-  }
-
-  void work() {
-    try {
-      size_t at = 0;
-      int64_t first = options_.first_batch % batches_;
-      for (int64_t epoch = options_.first_batch / batches_;; ++epoch, first = 0) {
-        const std::vector<int64_t> positions = order(epoch);
-        for (int64_t batch = first; batch < batches_; ++batch, at = (at + 1) % slots_.size()) {
-          Slot& slot = slots_[at];
-          {
-            std::unique_lock lock(mutex_);
-            changed_.wait(lock, [&] { return stop_ || !slot.full; });
-            if (stop_) return;
-          }
-          // Wait until the slot's buffers have been read: by the copy, or on the host by the step.
-          (copies() ? slot.copied : slot.released).synchronize();
-          fill(slot, epoch, positions, batch);
-          if (copies()) send(slot);
-          {
-            std::lock_guard lock(mutex_);
-            slot.full = true;
-          }
-          changed_.notify_all();
-        }
-      }
-    } catch (...) {  // a stream failed; next() rethrows the exception
-      std::lock_guard lock(mutex_);
-      error_ = std::current_exception();
-      changed_.notify_all();
-    }
-  }
-
-  void send(Slot& slot) {
-    copy_stream_.wait(slot.released);
-    copy(copy_stream_, slot.images.data(), slot.staged_images.data(),
-         static_cast<size_t>(slot.count * data_.image_elements()) * sizeof(float));
-    copy(copy_stream_, slot.labels.data(), slot.staged_labels.data(),
-         static_cast<size_t>(slot.count) * sizeof(int32_t));
-    slot.copied.record(copy_stream_);
-  }
-
-  void fill(Slot& slot, int64_t epoch, const std::vector<int64_t>& positions, int64_t batch) {
-    auto [begin, end] = range(batch);
-    slot.count = std::max<int64_t>(0, end - begin);
-    const int64_t* order = positions.data() + begin;
-    auto fill_images = [&](int64_t from, int64_t to) {
-      for (int64_t i = from; i < to; ++i) fill_image(slot, epoch, i, order[i]);
-    };
-    // On the host the model keeps the cores busy. With a GPU the cores are idle.
-    const int64_t grain = std::max<int64_t>(1, kGrainElements / data_.image_elements());
-    if (copies() && slot.count > grain) {
-      parallel_for(slot.count, grain, fill_images);
-    } else {
-      fill_images(0, slot.count);
-    }
-  }
-
-  void fill_image(Slot& slot, int64_t epoch, int64_t place, int64_t image) const {
-    const int64_t plane = int64_t{1} * data_.height * data_.width;
-    slot.staged_labels.as<int32_t>()[place] = data_.labels[static_cast<size_t>(image)];
-    const AugmentDraw draw =
-        draw_augmentation(options_.augment, options_.seed, epoch, image, data_.height, data_.width);
-    for (int32_t c = 0; c < data_.channels; ++c) {
-      normalize_plane(data_.images.data() + image * data_.image_elements() + c * plane, data_.height,
-                      data_.width, draw, scale_[static_cast<size_t>(c)], shift_[static_cast<size_t>(c)],
-                      slot.staged_images.as<float>() + place * data_.image_elements() + c * plane);
-    }
-  }
-
-  static constexpr int64_t kGrainElements = 1 << 18;  // about 50 us of work
-
-  const Dataset& data_;
-  const LoaderOptions options_;
-  int64_t batches_ = 0;
-  std::vector<float> scale_, shift_;  // normalized = pixel * scale + shift
-  std::vector<Slot> slots_;
-  Stream copy_stream_;                // CUDA only
-  int64_t taken_ = 0, released_ = 0;  // numbers of batches; used only by the caller's thread
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool stop_ = false;
-  std::exception_ptr error_;
-  Thread thread_;
-};
-
-Loader::Loader(const Dataset& data, LoaderOptions options) : impl_(std::make_unique<Impl>(data, options)) {}
-Loader::~Loader() = default;
-int64_t Loader::batches_per_epoch() const {
-  return impl_->batches();
+  if (copies()) copy_stream_ = Stream::create(options.device, "copy");
+  thread_ = Thread("the thread that loads batches", [this] { load_batches(); });
 }
+
+Loader::~Loader() {
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+  try {
+    if (copies()) copy_stream_.synchronize();
+  } catch (...) {  // other calls report the device's failure
+  }
+}
+
 Loader::Batch Loader::next(const Stream& stream) {
-  return impl_->next(stream);
+  check_device(stream, "next");
+  const size_t at = static_cast<size_t>(taken_ % options_.slots);
+  Slot& slot = slots_[at];
+  if (taken_ - released_ == options_.slots) {
+    throw Error("Loader::next: all {} slots are taken", options_.slots);
+  }
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return slot.full || error_; });
+    if (!slot.full) std::rethrow_exception(error_);
+  }
+  if (copies()) stream.wait(slot.copied);
+  ++taken_;
+  return {slot.images.as<float>(), slot.labels.as<int32_t>(), slot.count, static_cast<int64_t>(at)};
 }
+
 void Loader::release(const Stream& stream) {
-  impl_->release(stream);
+  check_device(stream, "release");
+  if (released_ == taken_) throw Error("Loader::release: no batch is taken");
+  Slot& slot = slots_[static_cast<size_t>(released_ % options_.slots)];
+  slot.released.record(stream);
+  ++released_;
+  {
+    std::lock_guard lock(mutex_);
+    slot.full = false;
+  }
+  changed_.notify_all();
+}
+
+std::pair<int64_t, int64_t> Loader::range(int64_t batch) const {
+  const int64_t global = global_batch(options_);
+  const int64_t begin = batch * global + global * options_.rank / options_.world;
+  const int64_t end = std::min(begin + part_of_batch(global, options_.rank, options_.world), data_.count());
+  return {std::min(begin, data_.count()), end};
+}
+
+std::vector<int64_t> Loader::order(int64_t epoch) const {
+  if (options_.shuffle) return epoch_permutation(data_.count(), options_.seed, epoch);
+  std::vector<int64_t> identity(static_cast<size_t>(data_.count()));
+  std::iota(identity.begin(), identity.end(), int64_t{0});
+  return identity;
+}
+
+void Loader::check_device(const Stream& stream, const char* what) const {
+  if (stream.device() == options_.device) return;
+  throw BadInput("Loader::{}: the stream is on {}, the loader's device is {}", what, stream.device().name(),
+                 options_.device.name());
+}
+
+void Loader::load_batches() {
+  try {
+    size_t at = 0;
+    int64_t first = options_.first_batch % batches_;
+    for (int64_t epoch = options_.first_batch / batches_;; ++epoch, first = 0) {
+      const std::vector<int64_t> positions = order(epoch);
+      for (int64_t batch = first; batch < batches_; ++batch, at = (at + 1) % slots_.size()) {
+        Slot& slot = slots_[at];
+        {
+          std::unique_lock lock(mutex_);
+          changed_.wait(lock, [&] { return stop_ || !slot.full; });
+          if (stop_) return;
+        }
+        // Wait until the slot's buffers have been read: by the copy, or on the host by the step.
+        (copies() ? slot.copied : slot.released).synchronize();
+        fill(slot, epoch, positions, batch);
+        if (copies()) {
+          copy_stream_.wait(slot.released);
+          copy(copy_stream_, slot.images.data(), slot.staged_images.data(),
+               static_cast<size_t>(slot.count * data_.image_elements()) * sizeof(float));
+          copy(copy_stream_, slot.labels.data(), slot.staged_labels.data(),
+               static_cast<size_t>(slot.count) * sizeof(int32_t));
+          slot.copied.record(copy_stream_);
+        }
+        {
+          std::lock_guard lock(mutex_);
+          slot.full = true;
+        }
+        changed_.notify_all();
+      }
+    }
+  } catch (...) {  // a stream failed; next() rethrows the exception
+    std::lock_guard lock(mutex_);
+    error_ = std::current_exception();
+    changed_.notify_all();
+  }
+}
+
+void Loader::fill(Slot& slot, int64_t epoch, const std::vector<int64_t>& positions, int64_t batch) {
+  constexpr int64_t kGrainElements = 1 << 18;  // about 50 us of work
+  auto [begin, end] = range(batch);
+  slot.count = std::max<int64_t>(0, end - begin);
+  const int64_t* order = positions.data() + begin;
+  const int64_t plane = int64_t{1} * data_.height * data_.width, elements = data_.image_elements();
+  auto fill_images = [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t image = order[i];
+      slot.staged_labels.as<int32_t>()[i] = data_.labels[static_cast<size_t>(image)];
+      const AugmentDraw draw =
+          draw_augmentation(options_.augment, options_.seed, epoch, image, data_.height, data_.width);
+      for (int32_t c = 0; c < data_.channels; ++c) {
+        normalize_plane(data_.images.data() + image * elements + c * plane, data_.height, data_.width, draw,
+                        scale_[static_cast<size_t>(c)], shift_[static_cast<size_t>(c)],
+                        slot.staged_images.as<float>() + i * elements + c * plane);
+      }
+    }
+  };
+  // On the host the model keeps the cores busy. With a GPU the cores are idle.
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / elements);
+  if (copies() && slot.count > grain) {
+    parallel_for(slot.count, grain, fill_images);
+  } else {
+    fill_images(0, slot.count);
+  }
 }
 
 std::vector<int64_t> Loader::indices(int64_t epoch, int64_t batch) const {
-  std::vector<int64_t> positions = impl_->order(epoch);
-  auto [begin, end] = impl_->range(batch);
+  std::vector<int64_t> positions = order(epoch);
+  auto [begin, end] = range(batch);
   if (begin >= end) return {};
   return {positions.begin() + begin, positions.begin() + end};
 }

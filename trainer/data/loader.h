@@ -18,10 +18,15 @@
 // without a copy. On CUDA each slot has a pinned staging buffer that the thread fills.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
-#include <memory>
+#include <exception>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 #include "runtime/device/device.h"
+#include "runtime/threads/thread.h"
 #include "trainer/config/config.h"
 #include "trainer/data/dataset.h"
 
@@ -62,7 +67,7 @@ class Loader {
   Loader& operator=(const Loader&) = delete;
 
   // Returns the number of batches per epoch, the same on every rank.
-  int64_t batches_per_epoch() const;
+  int64_t batches_per_epoch() const { return batches_; }
 
   // Returns the next batch, which later work on `stream` may read. Blocks only if the loading thread is
   // behind. After the last batch of an epoch, returns the first batch of the next epoch. Throws Error when
@@ -75,8 +80,37 @@ class Loader {
   std::vector<int64_t> indices(int64_t epoch, int64_t batch) const;
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  struct Slot {
+    Buffer images, labels;                // returned by next()
+    Buffer staged_images, staged_labels;  // filled by the loading thread; on the host the same buffers
+    int64_t count = 0;
+    Event copied, released;
+    // Whether the slot has a batch; guarded by mutex_. If true, the caller owns the other members, otherwise
+    // the loading thread.
+    bool full = false;
+  };
+
+  bool copies() const { return options_.device.is_cuda(); }
+  void check_device(const Stream& stream, const char* what) const;
+  // Returns the positions [begin, end) of the epoch's order that are this rank's part of `batch`.
+  std::pair<int64_t, int64_t> range(int64_t batch) const;
+  std::vector<int64_t> order(int64_t epoch) const;
+  void load_batches();  // the loading thread
+  void fill(Slot& slot, int64_t epoch, const std::vector<int64_t>& positions, int64_t batch);
+
+  const Dataset& data_;
+  const LoaderOptions options_;
+  int64_t batches_ = 0;
+  std::vector<float> scale_, shift_;  // normalized = pixel * scale + shift
+  std::vector<Slot> slots_;
+  Stream copy_stream_;                // CUDA only
+  int64_t taken_ = 0, released_ = 0;  // numbers of batches; used only by the caller's thread
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool stop_ = false;
+  std::exception_ptr error_;
+  Thread thread_;
 };
 
 // Returns the number of images of a batch of `global` images that belong to rank `rank`.

@@ -22,10 +22,6 @@ int terminal_columns(std::FILE* out) {
   return 80;
 }
 
-std::string percent(const std::optional<double>& fraction) {
-  return fraction ? fmt::format("{:.2f} %", 100 * *fraction) : "-";
-}
-
 }  // namespace
 
 std::string milliseconds(double ms) {
@@ -61,7 +57,9 @@ std::string human_seconds(double seconds) {
   return fmt::format("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60);
 }
 
-Console::Console(const TrainConfig& config, ConsoleOptions options) : config_(config), options_(options) {}
+Console::Console(const TrainConfig& config, std::FILE* out, bool terminal, int64_t log_every,
+                 std::string label)
+    : config_(config), out_(out), terminal_(terminal), log_every_(log_every), label_(std::move(label)) {}
 
 Console::~Console() {
   erase_bar();
@@ -86,11 +84,11 @@ void Console::on_run(const RunInfo& info) {
 void Console::on_step(const StepRecord& step) {
   last_ = step;
   steps_done_ = step.step + 1;
-  if (options_.terminal) {
+  if (terminal_) {
     if (Clock::now() - drawn_ > std::chrono::milliseconds(100)) draw_bar();
     return;
   }
-  if (steps_done_ % options_.log_every != 0 && steps_done_ != config_.steps && steps_done_ != 1) return;
+  if (steps_done_ % log_every_ != 0 && steps_done_ != config_.steps && steps_done_ != 1) return;
   std::string wire;
   if (step.wire_bytes > 0) {
     wire = fmt::format("  sent {} ({:.2f}x)  waited {} ms", human_bytes(step.wire_bytes),
@@ -100,26 +98,21 @@ void Console::on_step(const StepRecord& step) {
                     step.loss, step.lr, milliseconds(step.step_ms), human_count(step.images_per_s), wire));
 }
 
-void Console::on_shrink(const ShrinkRecord& shrink) {
-  std::string who = shrink.lost.empty() ? "Regrouped without losing a rank" : "";
-  for (size_t i = 0; i < shrink.lost.size(); ++i) {
-    const double norm = shrink.lost_residual_norms[i];
-    who += fmt::format("{}rank {}", i == 0 ? "Lost " : ", ", shrink.lost[i]);
+void Console::on_group(const GroupRecord& group) {
+  const auto plural = [](const std::vector<int>& ranks) { return ranks.size() == 1 ? "" : "s"; };
+  std::string who = group.lost.empty() ? "Regrouped without losing a rank" : "";
+  for (size_t i = 0; i < group.lost.size(); ++i) {
+    const double norm = group.lost_residual_norms[i];
+    who += fmt::format("{}rank {}", i == 0 ? "Lost " : ", ", group.lost[i]);
     if (norm > 0) who += fmt::format(" and its residual of norm {:.4g}", norm);
   }
-  print(fmt::format("{}. {} step {} with {} rank{} ({}), {} images per step, after {}: {}", who,
-                    shrink.goes_back ? "Returning to" : "Continuing after", shrink.step, shrink.ranks.size(),
-                    shrink.ranks.size() == 1 ? "" : "s", fmt::join(shrink.ranks, ", "),
-                    human_count(static_cast<double>(shrink.global_batch)), human_seconds(shrink.seconds),
-                    shrink.why));
-}
-
-void Console::on_grow(const GrowRecord& grow) {
-  print(fmt::format(
-      "Rank{} {} joined. Continuing after step {} with {} ranks ({}), {} images per step, after {}",
-      grow.joined.size() == 1 ? "" : "s", fmt::join(grow.joined, ", "), grow.step, grow.ranks.size(),
-      fmt::join(grow.ranks, ", "), human_count(static_cast<double>(grow.global_batch)),
-      human_seconds(grow.seconds)));
+  if (!group.joined.empty())
+    who = fmt::format("Rank{} {} joined", plural(group.joined), fmt::join(group.joined, ", "));
+  print(fmt::format("{}. {} step {} with {} rank{} ({}), {} images per step, after {}{}{}", who,
+                    group.goes_back ? "Returning to" : "Continuing after", group.step, group.ranks.size(),
+                    plural(group.ranks), fmt::join(group.ranks, ", "),
+                    human_count(static_cast<double>(group.global_batch)), human_seconds(group.seconds),
+                    group.why.empty() ? "" : ": ", group.why));
 }
 
 void Console::on_replan(const ReplanRecord& replan) {
@@ -133,13 +126,13 @@ void Console::on_replan(const ReplanRecord& replan) {
 void Console::on_eval(const EvalRecord& eval) {
   print(fmt::format("epoch {:.4g}  test loss {:.4f}  test accuracy {:.2f} %", eval.epoch, eval.test_loss,
                     100 * eval.test_accuracy));
-  if (options_.terminal && steps_done_ < config_.steps) draw_bar();
+  if (terminal_ && steps_done_ < config_.steps) draw_bar();
 }
 
 void Console::print(const std::string& text) {
   erase_bar();
-  std::fprintf(options_.out, "%s\n", text.c_str());
-  std::fflush(options_.out);
+  std::fprintf(out_, "%s\n", text.c_str());
+  std::fflush(out_);
 }
 
 void Console::draw_bar() {
@@ -152,13 +145,13 @@ void Console::draw_bar() {
   std::string tail = fmt::format(" {:3.0f} %  step {}/{}  loss {:.4f}  {} images/s  {} left", 100 * done,
                                  steps_done_, config_.steps, last_.loss, human_count(last_.images_per_s),
                                  human_seconds(share > 0 ? elapsed / share - elapsed : NAN));
-  int room = terminal_columns(options_.out) - static_cast<int>(options_.label.size() + tail.size()) - 3;
+  int room = terminal_columns(out_) - static_cast<int>(label_.size() + tail.size()) - 3;
   std::string bar;
   if (room >= 8) {
     int width = std::min(room, 40), filled = static_cast<int>(std::lround(done * width));
     bar = fmt::format("[{:#<{}}{:.<{}}]", "", filled, "", width - filled);
   }
-  show(options_.label + bar + tail);
+  show(label_ + bar + tail);
 }
 
 void Console::erase_bar() {
@@ -168,20 +161,20 @@ void Console::erase_bar() {
 // Replaces the bar by `line`, cut to the terminal's width, so that it stays in one row. Overwrites the rest
 // with blanks, because dumb terminals have no escape sequences.
 void Console::show(std::string line) {
-  const auto columns = static_cast<size_t>(std::max(1, terminal_columns(options_.out) - 1));
+  const auto columns = static_cast<size_t>(std::max(1, terminal_columns(out_) - 1));
   size_t size = std::min(line.size(), columns);
   while (size < line.size() && size > 0 && (line[size] & 0xC0) == 0x80) --size;  // inside a character
   line.resize(size);
   line.resize(std::max(size, std::min(bar_size_, columns)), ' ');
-  std::fprintf(options_.out, "\r%s%s", line.c_str(), size == 0 ? "\r" : "");
-  std::fflush(options_.out);
+  std::fprintf(out_, "\r%s%s", line.c_str(), size == 0 ? "\r" : "");
+  std::fflush(out_);
   bar_size_ = size;
 }
 
 std::string summary_line(const RunSummary& summary) {
   std::string text = fmt::format("{} steps in {}: ", human_count(static_cast<double>(summary.steps)),
                                  human_seconds(summary.seconds));
-  if (summary.test_accuracy) text += fmt::format("test accuracy {}, ", percent(summary.test_accuracy));
+  if (summary.test_accuracy) text += fmt::format("test accuracy {:.2f} %, ", 100 * *summary.test_accuracy);
   text += fmt::format("loss {:.4f}, {} ms per step, {} images/s", summary.final_loss,
                       milliseconds(summary.step_ms), human_count(summary.images_per_s));
   text += fmt::format(", {:.3g} TFLOP/s per device", summary.tflops);

@@ -19,21 +19,16 @@ std::string human_count(double count);      // "208,970"
 std::string milliseconds(double ms);        // "0.25", "12.3"; "-": not measured
 std::string human_seconds(double seconds);  // "3.2 s", "1:05", "2:03:10"
 
-struct ConsoleOptions {
-  std::FILE* out = stdout;
-  bool terminal = false;   // draw a progress bar
-  int64_t log_every = 1;   // without a terminal: steps per line; the last step always gets a line
-  std::string label = {};  // shown before the bar, to identify the run among several runs
-};
-
 class Console final : public RunObserver {
  public:
-  Console(const TrainConfig& config, ConsoleOptions options);
+  // `terminal`: draws a progress bar, after `label`, which identifies the run among several runs. Otherwise a
+  // line for every `log_every` steps; the last step always gets a line.
+  Console(const TrainConfig& config, std::FILE* out, bool terminal, int64_t log_every,
+          std::string label = {});
   ~Console() override;
   void on_run(const RunInfo& info) override;
   void on_step(const StepRecord& step) override;
-  void on_shrink(const ShrinkRecord& shrink) override;
-  void on_grow(const GrowRecord& grow) override;
+  void on_group(const GroupRecord& group) override;
   void on_replan(const ReplanRecord& replan) override;
   void on_eval(const EvalRecord& eval) override;
 
@@ -45,7 +40,10 @@ class Console final : public RunObserver {
 
   using Clock = std::chrono::steady_clock;
   const TrainConfig& config_;
-  ConsoleOptions options_;
+  std::FILE* const out_;
+  const bool terminal_;
+  const int64_t log_every_;
+  const std::string label_;
   StepRecord last_;
   int64_t first_step_ = 0, steps_done_ = 0;
   size_t bar_size_ = 0;  // of the bar on the terminal; 0: none

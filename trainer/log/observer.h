@@ -23,7 +23,7 @@ struct RunInfo {
   std::string slow_products;  // a warning, or empty
   std::string products;       // the host's BLAS (measure/peaks.h); empty on a GPU
   int64_t first_step = 0;     // steps done by the checkpoint that the run resumes from
-  // --elastic: a ShrinkRecord follows. Either this rank reports from first_step on, in place of a lost rank.
+  // --elastic: a GroupRecord follows. Either this rank reports from first_step on, in place of a lost rank.
   // Or this rank's reports of steps after first_step are void, because the run returns to first_step.
   bool takes_over = false;
 };
@@ -124,30 +124,24 @@ struct CheckpointRecord {
   double save_ms = 0;  // from the end of the step to the end of writing
 };
 
-// --elastic: the run continues without some of its ranks. Ranks are identified by their numbers at launch.
-struct ShrinkRecord {
-  // Optimizer steps done. The next step is the interrupted step or, with `goes_back`, the first step after
-  // the newest checkpoint.
+// --elastic: the run continues with other ranks: without some that were lost, or with new ones. Ranks are
+// identified by their numbers at launch; new ranks get the next unused numbers.
+struct GroupRecord {
+  // Optimizer steps done. After a failure, the next step is the interrupted step or, with `goes_back`, the
+  // first step after the newest checkpoint.
   int64_t step = 0;
-  std::vector<int> lost = {};  // ascending
+  std::vector<int> joined = {};  // if not empty, ranks have joined; otherwise the group has failed
+  std::vector<int> lost = {};    // ascending; may be empty
   // L2 norm of the residual of each lost rank after these steps. The run continues without these residuals.
   std::vector<double> lost_residual_norms = {};
-  std::vector<int> ranks = {};  // survivors; afterwards rank r of the group is ranks[r]
-  int64_t global_batch = 0;     // images per step afterwards
-  double lr = 0;                // peak rate afterwards
-  double seconds = 0;      // from rank 0's error to this record, when all ranks are ready to repeat the step
-  std::string why = {};    // rank 0's error
-  bool goes_back = false;  // --shard: the run returns to the newest checkpoint, or to its start without one
-};
-
-// --elastic: new ranks have joined. They get the next unused numbers.
-struct GrowRecord {
-  int64_t step = 0;  // optimizer steps done; the next step is the first with the new ranks
-  std::vector<int> joined = {};
   std::vector<int> ranks = {};  // all current ranks; afterwards rank r of the group is ranks[r]
   int64_t global_batch = 0;     // images per step afterwards
   double lr = 0;                // peak rate afterwards
-  double seconds = 0;  // from the end of the last step without the new ranks to the start of the next
+  // From rank 0's error, or the end of the last step without the new ranks, until all ranks are ready for the
+  // next step.
+  double seconds = 0;
+  std::string why = {};    // rank 0's error
+  bool goes_back = false;  // --shard: the run returns to the newest checkpoint, or to its start without one
 };
 
 // --compression auto: the run has measured again and continues with this plan, which may be the same.
@@ -190,8 +184,7 @@ class RunObserver {
   virtual void on_run(const RunInfo&) {}
   virtual void on_step(const StepRecord&) {}
   virtual void on_waits(const WaitRecord&) {}
-  virtual void on_shrink(const ShrinkRecord&) {}
-  virtual void on_grow(const GrowRecord&) {}
+  virtual void on_group(const GroupRecord&) {}
   virtual void on_replan(const ReplanRecord&) {}
   virtual void on_eval(const EvalRecord&) {}
   virtual void on_checkpoint(const CheckpointRecord&) {}

@@ -34,25 +34,6 @@ std::string record(const char* type, const Pairs&... pairs) {
   return json_text(json);
 }
 
-Json shares_json(const RunSummary& summary) {
-  Json json;
-  for (const StepShare& part : kStepShares) {
-    json[part.key] = summary.shares.*part.time;
-    if (&part == kStepShares + kPhases - 1) json["other"] = summary.other_share;
-  }
-  json["hidden_of_comm"] = or_null(summary.hidden_of_comm);
-  return json;
-}
-
-Json predicted_json(const RunSummary& summary) {
-  if (!summary.predicted) return nullptr;
-  Json json = parts_json(summary.predicted->parts);
-  json["step_interval_ms"] = {summary.predicted->low_ms, summary.predicted->high_ms};
-  json["measured"] = parts_json(summary.measured);
-  json["inside"] = summary.predicted->holds(summary.measured.step_ms);
-  return json;
-}
-
 }  // namespace
 
 Json parts_json(const StepParts& parts) {
@@ -100,9 +81,20 @@ std::string summary_record(const RunSummary& s) {
     if (f.value == &StepValues::dense_bytes) json["ratio"] = or_null(s.ratio);
     if (f.value == &StepValues::optimizer_ms) json["data_wait_share"] = s.data_wait_share;
   }
-  add(json, "peak_fraction", or_null(s.peak_fraction), "shares", shares_json(s), "total_wire_bytes",
-      s.total_wire_bytes, "memory_bytes", s.memory_bytes, "waited_s", s.waited_s, "predicted",
-      predicted_json(s));
+  Json shares, predicted;
+  for (const StepShare& part : kStepShares) {
+    shares[part.key] = s.shares.*part.time;
+    if (&part == kStepShares + kPhases - 1) shares["other"] = s.other_share;
+  }
+  shares["hidden_of_comm"] = or_null(s.hidden_of_comm);
+  if (s.predicted) {
+    predicted = parts_json(s.predicted->parts);
+    predicted["step_interval_ms"] = {s.predicted->low_ms, s.predicted->high_ms};
+    predicted["measured"] = parts_json(s.measured);
+    predicted["inside"] = s.predicted->holds(s.measured.step_ms);
+  }
+  add(json, "peak_fraction", or_null(s.peak_fraction), "shares", shares, "total_wire_bytes",
+      s.total_wire_bytes, "memory_bytes", s.memory_bytes, "waited_s", s.waited_s, "predicted", predicted);
   return json_text(json);
 }
 
@@ -142,7 +134,7 @@ std::string settings_text(const std::string& run_record) {
 
 RunLog::RunLog(std::string path, const TrainConfig& config, const DataSplits& data, std::string choice)
     : path_(std::move(path)), config_(config), data_(data), choice_(std::move(choice)) {
-  check_writable(path_);
+  OutputFile::would_be_regular(path_);
 }
 
 void RunLog::on_run(const RunInfo& info) {
@@ -163,15 +155,15 @@ void RunLog::on_run(const RunInfo& info) {
   }
 }
 
-void RunLog::on_shrink(const ShrinkRecord& r) {
-  write(record("shrink", "step", r.step, "lost", r.lost, "lost_residual_norms", r.lost_residual_norms,
-               "ranks", r.ranks, "global_batch", r.global_batch, "lr", r.lr, "seconds", r.seconds, "why",
-               r.why, "goes_back", r.goes_back));
-}
-
-void RunLog::on_grow(const GrowRecord& r) {
-  write(record("grow", "step", r.step, "joined", r.joined, "ranks", r.ranks, "global_batch", r.global_batch,
-               "lr", r.lr, "seconds", r.seconds));
+void RunLog::on_group(const GroupRecord& r) {
+  if (r.joined.empty()) {
+    write(record("shrink", "step", r.step, "lost", r.lost, "lost_residual_norms", r.lost_residual_norms,
+                 "ranks", r.ranks, "global_batch", r.global_batch, "lr", r.lr, "seconds", r.seconds, "why",
+                 r.why, "goes_back", r.goes_back));
+  } else {
+    write(record("grow", "step", r.step, "joined", r.joined, "ranks", r.ranks, "global_batch", r.global_batch,
+                 "lr", r.lr, "seconds", r.seconds));
+  }
 }
 
 void RunLog::on_checkpoint(const CheckpointRecord& r) {
@@ -184,7 +176,7 @@ FileDescriptor RunLog::open(const RunInfo& info, bool& continues) const {
   std::string kept;
   if (file.is_regular() && (info.takes_over || !config_.resume.empty())) kept = kept_until(info);
   continues = !kept.empty();
-  return continues ? file.begin_with(kept, lock) : file.begin(lock);
+  return file.begin(kept, lock);
 }
 
 // Returns the records of the old log before this run's first step, or "" without an old log.

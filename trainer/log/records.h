@@ -58,8 +58,7 @@ class RunLog final : public RunObserver {
   void on_run(const RunInfo& info) override;
   void on_step(const StepRecord& step) override { write(step_record(step)); }
   void on_waits(const WaitRecord& waits) override { write(waits_record(waits)); }
-  void on_shrink(const ShrinkRecord& record) override;
-  void on_grow(const GrowRecord& record) override;
+  void on_group(const GroupRecord& record) override;
   void on_replan(const ReplanRecord& replan) override { write(replan.choice); }
   void on_eval(const EvalRecord& eval) override { write(eval_record(eval)); }
   void on_checkpoint(const CheckpointRecord& record) override;

@@ -40,26 +40,6 @@ double median_over(const std::vector<StepRecord>& steps, Value value, int64_t fi
   return median(std::move(values));
 }
 
-void add_shares(const std::vector<StepRecord>& steps, RunSummary& summary) {
-  const auto sum = [&](double StepValues::*time) {
-    double all = 0;
-    for (const StepRecord& step : steps) all += std::isnan(step.*time) ? 0 : step.*time;
-    return all;
-  };
-  const double whole = sum(&StepValues::step_ms);
-  double rest = 1, comm = 0;
-  for (size_t i = 0; i < std::size(kStepShares); ++i) {
-    double& share = summary.shares.*kStepShares[i].time;
-    share = whole > 0 ? sum(kStepShares[i].time) / whole : 0;
-    if (i < kPhases)
-      rest -= share;
-    else
-      comm += share;
-  }
-  summary.other_share = std::max(0.0, rest);
-  if (comm > 0) summary.hidden_of_comm = std::clamp(1 - summary.shares.exposed_comm_ms / comm, 0.0, 1.0);
-}
-
 }  // namespace
 
 void Summarizer::on_run(const RunInfo& info) {
@@ -101,7 +81,20 @@ RunSummary Summarizer::summary(double seconds) const {
   double data_ms = 0, all_ms = 0;
   for (const StepRecord& step : steps_) data_ms += step.data_ms, all_ms += step.step_ms;
   summary.data_wait_share = data_ms / all_ms;
-  add_shares(steps_, summary);
+  const auto sum = [&](double StepValues::*time) {
+    double all = 0;
+    for (const StepRecord& step : steps_) all += std::isnan(step.*time) ? 0 : step.*time;
+    return all;
+  };
+  const double whole = sum(&StepValues::step_ms);
+  double rest = 1, comm = 0;
+  for (size_t i = 0; i < std::size(kStepShares); ++i) {
+    double& share = summary.shares.*kStepShares[i].time;
+    share = whole > 0 ? sum(kStepShares[i].time) / whole : 0;
+    (i < kPhases ? rest : comm) += i < kPhases ? -share : share;
+  }
+  summary.other_share = std::max(0.0, rest);
+  if (comm > 0) summary.hidden_of_comm = std::clamp(1 - summary.shares.exposed_comm_ms / comm, 0.0, 1.0);
   for (const StepPart& part : kStepParts) {
     summary.measured.*part.value = median_over(
         steps_, [&](const StepRecord& step) { return part.of(step); }, plan_from_);
@@ -110,16 +103,16 @@ RunSummary Summarizer::summary(double seconds) const {
   if (summary.wire_bytes > 0) summary.ratio = summary.dense_bytes / summary.wire_bytes;
   for (const StepRecord& step : steps_) summary.total_wire_bytes += static_cast<uint64_t>(step.wire_bytes);
 
-  double sum = 0, count = 0;
+  double losses = 0, count = 0;
   for (auto step = steps_.rbegin(); step != steps_.rend() && count < kFinalLossSteps; ++step) {
     if (!std::isfinite(step->loss)) break;
-    sum += step->loss;
+    losses += step->loss;
     ++count;
   }
   // The update of the last step shows in the evaluation that follows.
   const bool fails_after = !steps_.empty() && !evals_.empty() && evals_.back().step > steps_.back().step &&
                            !std::isfinite(evals_.back().test_loss);
-  summary.final_loss = count > 0 && !fails_after ? sum / count : std::numeric_limits<double>::quiet_NaN();
+  summary.final_loss = count > 0 && !fails_after ? losses / count : std::numeric_limits<double>::quiet_NaN();
   summary.evals = evals_;
   if (!evals_.empty() && !summary.diverged()) {
     summary.test_loss = evals_.back().test_loss;
@@ -183,14 +176,11 @@ std::optional<double> seconds_to_target(const ComparedRun& run, double percentag
   return median(times);
 }
 
-std::string with_spread(const std::string& mean, double deviation, double unit, const char* format) {
-  return std::isnan(deviation) ? mean : mean + " +-" + fmt::format(fmt::runtime(format), unit * deviation);
-}
-
-std::string accuracy_text(const ComparedRun& run) {
-  const Spread accuracy = accuracy_of(run);
-  if (std::isnan(accuracy.mean)) return "-";
-  return with_spread(fmt::format("{:.2f}", 100 * accuracy.mean), accuracy.deviation, 100, "{:.2f}") + " %";
+// Returns the mean, with the deviation unless there is a single seed.
+std::string spread_text(const Spread& spread, double unit, int digits) {
+  const std::string mean = fmt::format("{:.{}f}", unit * spread.mean, digits);
+  return std::isnan(spread.deviation) ? mean
+                                      : fmt::format("{} +-{:.{}f}", mean, unit * spread.deviation, digits);
 }
 
 }  // namespace
@@ -238,11 +228,10 @@ std::string compare_table(const std::vector<ComparedRun>& runs, std::optional<do
   Table rows{{"compression", "test accuracy", "final loss", "step ms", "images/s", "sent per step", "ratio",
               "exposed comm ms"}};
   for (const ComparedRun& run : runs) {
-    const Spread loss = loss_of(run);
+    const Spread accuracy = accuracy_of(run), loss = loss_of(run);
     const std::optional<double> ratio = ratio_of(run);
-    const std::string mean = fmt::format("{:.4f}", loss.mean);
-    rows.push_back({run.compression, accuracy_text(run),
-                    std::isnan(loss.mean) ? "diverged" : with_spread(mean, loss.deviation, 1, "{:.4f}"),
+    rows.push_back({run.compression, std::isnan(accuracy.mean) ? "-" : spread_text(accuracy, 100, 2) + " %",
+                    std::isnan(loss.mean) ? "diverged" : spread_text(loss, 1, 4),
                     milliseconds(median_of(run, &StepValues::step_ms)),
                     human_count(median_of(run, &StepValues::images_per_s)),
                     human_bytes(median_of(run, &StepValues::wire_bytes)),

@@ -77,9 +77,10 @@ TraceFile::TraceFile(const TrainConfig& config, int rank)
       parts_(static_cast<size_t>(config.ranks())),
       there_(static_cast<size_t>(config.ranks())) {}
 
-void TraceFile::add(int rank, std::string events) {
+void TraceFile::add(int rank, std::string events, bool complete) {
   std::lock_guard lock(mutex_);
-  parts_.at(static_cast<size_t>(rank)) = std::move(events);
+  if (!there_.at(static_cast<size_t>(rank))) parts_[static_cast<size_t>(rank)] = std::move(events);
+  if (!complete) return;
   there_[static_cast<size_t>(rank)] = true;
   if (std::find(there_.begin(), there_.end(), false) != there_.end()) return;
   written_ = true;
@@ -88,11 +89,6 @@ void TraceFile::add(int rank, std::string events) {
   } catch (const Error& error) {
     lose_output(config_.trace, error.what());
   }
-}
-
-void TraceFile::keep(int rank, std::string events) {
-  std::lock_guard lock(mutex_);
-  if (!there_.at(static_cast<size_t>(rank))) parts_[static_cast<size_t>(rank)] = std::move(events);
 }
 
 void TraceFile::write_rest(const std::string& error) noexcept {

@@ -25,11 +25,9 @@ class TraceFile {
   // file cannot be written.
   explicit TraceFile(const TrainConfig& config, int rank = 0);
 
-  // Adds a rank's part. Callable from any thread. The last part writes the file.
-  void add(int rank, std::string events);
-  // Adds the spans that a rank has so far, after a failure. Does nothing if the rank's part was already
-  // added.
-  void keep(int rank, std::string events);
+  // Adds a rank's part. Callable from any thread. The last part writes the file. `complete`: false for the
+  // spans that a rank has so far, after a failure; they do not replace the rank's part.
+  void add(int rank, std::string events, bool complete = true);
   // Writes the available parts at the end of a failed run, unless the file was already written. Rank r > 0 of
   // a run of processes cannot send its part to rank 0, so it writes a separate file: trace.json ->
   // trace.rank3.json. Does not report errors, because the run already reports one.

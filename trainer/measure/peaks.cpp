@@ -86,16 +86,6 @@ double product_tflops(const Stream& stream, Precision precision) {
   return 2.0 * static_cast<double>(batch * n) * static_cast<double>(n * n) / (ms * 1e9);
 }
 
-// Copies with non-temporal stores. A normal store first reads its cache line, so a copy reaches at most two
-// thirds of the bandwidth.
-void copy_piece(std::byte* to, const std::byte* from, int64_t bytes) {
-  using Vector [[gnu::vector_size(16), gnu::may_alias]] = float;
-  for (int64_t i = 0; i < bytes; i += 16) {
-    host::stream_store(to + i, *reinterpret_cast<const Vector*>(from + i));
-  }
-  host::stream_fence();
-}
-
 double copy_gb_per_s(const Stream& stream) {
   const bool host = stream.device().is_host();
   const int64_t bytes = host ? 64 << 20 : 256 << 20;
@@ -105,17 +95,18 @@ double copy_gb_per_s(const Stream& stream) {
   if (host) {
     auto* out = to.as<std::byte>();
     auto* in = from.as<const std::byte>();
+    // With non-temporal stores, or memcpy. A normal store first reads its cache line, so a copy reaches at
+    // most two thirds of the bandwidth.
+    using Vector [[gnu::vector_size(16), gnu::may_alias]] = float;
     for (bool past : {true, false}) {
-      ms = std::min(ms, time_runs(
-                            stream,
-                            [&] {
-                              parallel_for(bytes, 1 << 20, [&](int64_t begin, int64_t end) {
-                                if (past) return copy_piece(out + begin, in + begin, end - begin);
-                                std::memcpy(out + begin, in + begin, static_cast<size_t>(end - begin));
-                              });
-                            },
-                            kBudgetMs)
-                            .fastest_ms);
+      const auto piece = [&](int64_t begin, int64_t end) {
+        if (!past) return void(std::memcpy(out + begin, in + begin, static_cast<size_t>(end - begin)));
+        for (int64_t i = begin; i < end; i += 16)
+          host::stream_store(out + i, *reinterpret_cast<const Vector*>(in + i));
+        host::stream_fence();
+      };
+      const auto copy_all = [&] { parallel_for(bytes, 1 << 20, piece); };
+      ms = std::min(ms, time_runs(stream, copy_all, kBudgetMs).fastest_ms);
     }
   } else {
     ms = time_runs(
@@ -125,11 +116,17 @@ double copy_gb_per_s(const Stream& stream) {
   return 2.0 * static_cast<double>(bytes) / (ms * 1e6);
 }
 
-// Returns the best peaks of this process so far. The best value counts, because a shared machine can be half
-// as fast for seconds.
-Peaks best_so_far(Device device, Precision precision, const Peaks& now) {
+}  // namespace
+
+Peaks measure_peaks(Device device, Precision precision) {
   static std::mutex mutex;
   static std::vector<std::tuple<Device, Precision, Peaks>> seen;
+  const Stream stream = device.is_host() ? Stream::immediate_host() : Stream::create(device, "peaks");
+  const Peaks now{
+      .tflops = product_tflops(stream, precision),
+      .copy_gb_per_s = copy_gb_per_s(stream),
+      .fma_share = device.is_host() ? measure_fma_share() : std::numeric_limits<double>::quiet_NaN()};
+  // The best value counts, because a shared machine can be half as fast for seconds.
   std::lock_guard lock(mutex);
   for (auto& [its_device, its_precision, best] : seen) {
     if (its_device != device || its_precision != precision) continue;
@@ -139,17 +136,6 @@ Peaks best_so_far(Device device, Precision precision, const Peaks& now) {
   }
   seen.emplace_back(device, precision, now);
   return now;
-}
-
-}  // namespace
-
-Peaks measure_peaks(Device device, Precision precision) {
-  const Stream stream = device.is_host() ? Stream::immediate_host() : Stream::create(device, "peaks");
-  return best_so_far(
-      device, precision,
-      {.tflops = product_tflops(stream, precision),
-       .copy_gb_per_s = copy_gb_per_s(stream),
-       .fma_share = device.is_host() ? measure_fma_share() : std::numeric_limits<double>::quiet_NaN()});
 }
 
 namespace {
@@ -339,77 +325,51 @@ Timing time_runs(const Stream& stream, const std::function<void()>& work, double
 
 namespace {
 
-constexpr int64_t kBucketBytes = int64_t{25} << 20, kAlignment = 4;  // the alignment of packed_layout()
+constexpr int64_t kAlignment = 4;  // of packed_layout()
 
-// The gradients of a bucket, and their tensors.
-struct Sample {
-  std::vector<GradientTensor> tensors;
-  std::span<const float> values;
-};
-
-std::vector<Sample> samples_of(const std::vector<GradientTensor>& tensors,
-                               const std::vector<float>& gradients) {
-  std::vector<Sample> samples;
-  for (const BucketRange& range : lay_out(tensors, kAlignment, kBucketBytes).buckets) {
-    samples.push_back({{tensors.begin() + range.first_tensor, tensors.begin() + range.last_tensor},
-                       {gradients.data() + range.begin, static_cast<size_t>(range.elements())}});
-  }
-  return samples;
-}
-
-// Averages a sample of which all ranks have the same values, and adds the errors of its tensors.
-void add_errors(Communicator& comm, const CompressionSpec& spec, const Sample& sample,
-                RelativeError& errors) {
+// Averages gradients of which all ranks have the same values, and adds the errors of their tensors.
+void add_errors(Communicator& comm, const CompressionSpec& spec, const std::vector<GradientTensor>& tensors,
+                std::span<const float> gradients, RelativeError& errors) {
   const Stream stream = Stream::create(comm.device(), "error");
-  Reducer reducer(comm, spec, sample.tensors,
+  Reducer reducer(comm, spec, tensors,
                   {.bucket_bytes = kOneBucket, .timing = false, .alignment = kAlignment});
-  to_device<float>(stream, reducer.gradients().as<float>(), sample.values);
+  to_device<float>(stream, reducer.gradients().as<float>(), gradients);
   for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
   reducer.wait(stream);
   const std::vector<float> mean =
-      to_host(stream, reducer.gradients().as<const float>(), static_cast<int64_t>(sample.values.size()));
+      to_host(stream, reducer.gradients().as<const float>(), static_cast<int64_t>(gradients.size()));
   comm.check();
   for (int i = 0; i < reducer.tensors(); ++i) {
-    const auto begin = static_cast<size_t>(reducer.offset(i));
-    const int64_t count = sample.tensors[static_cast<size_t>(i)].count();
-    const auto from = [begin](const float* values) {
+    const auto from = [begin = reducer.offset(i)](const float* values) {
       return [at = values + begin](int64_t element) { return at[element]; };
     };
-    errors.add(from(sample.values.data()), from(mean.data()), count);
+    errors.add(from(gradients.data()), from(mean.data()), tensors[static_cast<size_t>(i)].count());
   }
-}
-
-// Returns the spec for a pair of threads, which has no nodes.
-CompressionSpec spec_of_pair(const std::string& text) {
-  CompressionSpec spec = CompressionSpec::parse(text);
-  spec.schedule = ScheduleKind::automatic;
-  spec.fp32_intra_node = false;
-  return spec;
 }
 
 }  // namespace
 
-std::vector<double> encode_errors(Device device, const std::vector<GradientTensor>& tensors,
-                                  const std::vector<float>& gradients,
-                                  const std::vector<std::string>& specs) {
-  const std::vector<Sample> samples = samples_of(tensors, gradients);
-  std::vector<double> errors;
+double encode_error(Device device, const std::vector<GradientTensor>& tensors,
+                    const std::vector<float>& gradients, const std::string& text) {
+  CompressionSpec spec = CompressionSpec::parse(text);
+  spec.schedule = ScheduleKind::automatic;  // the pair has no nodes
+  spec.fp32_intra_node = false;
+  RelativeError errors[2];
   const auto pair = create_local_ranks({device, device}, std::chrono::seconds(60), {});
   run_local_ranks(pair, [&](Communicator& comm) {
-    for (const std::string& text : specs) {
-      const CompressionSpec spec = spec_of_pair(text);
-      RelativeError sum;
-      for (const Sample& sample : samples) add_errors(comm, spec, sample, sum);
-      if (comm.rank() == 0) errors.push_back(sum.root());
+    for (const BucketRange& bucket : lay_out(tensors, kAlignment, int64_t{25} << 20).buckets) {
+      add_errors(comm, spec, {tensors.begin() + bucket.first_tensor, tensors.begin() + bucket.last_tensor},
+                 {gradients.data() + bucket.begin, static_cast<size_t>(bucket.elements())},
+                 errors[comm.rank()]);
     }
   });
-  return errors;
+  return errors[0].root();
 }
 
 std::optional<double> try_encode_error(Device device, const std::vector<GradientTensor>& tensors,
                                        const std::vector<float>& gradients, const std::string& spec) {
   try {
-    return encode_errors(device, tensors, gradients, {spec})[0];
+    return encode_error(device, tensors, gradients, spec);
   } catch (const std::exception&) {
     return std::nullopt;
   }

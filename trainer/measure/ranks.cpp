@@ -76,16 +76,6 @@ Timing time_training(const Stream& stream, const VitConfig& model, int64_t batch
   return timing;
 }
 
-// Returns the gradients of one encoder layer, as a sample of the model's gradients.
-std::vector<GradientTensor> layer_gradients(VitConfig model) {
-  model.depth = 1;
-  std::vector<GradientTensor> tensors;
-  for (const VitParameter& p : vit_parameters(model)) {
-    if (p.name.find("encoder_layer_0") != std::string::npos) tensors.push_back({p.name, p.shape});
-  }
-  return tensors;
-}
-
 // The measured times of one rank. Structs of doubles, which ranks exchange.
 struct CodecTime {
   double ns = 0;         // kernel time per element
@@ -121,25 +111,25 @@ CodecTime time_codec(const Stream& stream, const std::string& text,
           all > 0 ? last.communicate_ms / all : 0};
 }
 
-RankSpeed time_rank(const Stream& stream, const TrainConfig& config, const Examination& what,
-                    const RanksReport& report) {
-  const double budget_ms = what.patience * kProbeBudgetMs;
-  const Timing timing =
-      what.compute ? what.compute(stream, budget_ms)
-                   : time_training(stream, report.probe, report.probe_batch, config.precision, budget_ms);
-  const double flops = training_flops_per_image(report.probe) * static_cast<double>(report.probe_batch);
-  return {flops / (timing.mean_ms * 1e9), timing.deviation, what.optimizer_ms ? what.optimizer_ms() : 0};
-}
-
 // Measures the training speed and the codecs of all ranks concurrently, as in training. Uses means, not
 // minima: the fastest run may have had the machine to itself. The slowest rank's numbers count.
 void measure_speeds(Communicator& comm, const Stream& stream, const TrainConfig& config,
                     const Examination& what, RanksReport& report) {
   comm.barrier();
-  const RankSpeed mine = time_rank(stream, config, what, report);
+  const double budget_ms = what.patience * kProbeBudgetMs;
+  const auto [timing, optimizer_ms] =
+      what.compute
+          ? what.compute(stream, budget_ms)
+          : std::pair(time_training(stream, report.probe, report.probe_batch, config.precision, budget_ms),
+                      0.0);
+  const double flops = training_flops_per_image(report.probe) * static_cast<double>(report.probe_batch);
+  const RankSpeed mine{flops / (timing.mean_ms * 1e9), timing.deviation, optimizer_ms};
   const std::vector<std::string>& specs = what.choices.specs;
-  const std::vector<GradientTensor> bucket =
-      what.bucket.empty() ? layer_gradients(config.model) : what.bucket;
+  std::vector<GradientTensor> bucket = what.bucket;
+  for (const VitParameter& p : vit_parameters(config.model)) {  // the gradients of one layer, as a sample
+    if (what.bucket.empty() && p.name.find("encoder_layer_0.") != std::string::npos)
+      bucket.push_back({p.name, p.shape});
+  }
   std::vector<CodecTime> codecs(specs.size());
   for (size_t i = 0; i < specs.size(); ++i) {
     comm.barrier();
@@ -250,9 +240,8 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, const E
 
   constexpr int kLinkRepeats = 3;
   measure_links(comm, stream, what.compute ? kLinkRepeats : 1, report);
-  if (comm.world() > 1 && comm.world() <= kMatrixRanks && !what.compute) {
-    report.matrix = measure_link_matrix(comm, stream, report.links);
-  }
+  if (comm.world() > 1 && comm.world() <= kPairRanks && !what.compute)
+    report.pairs = measure_pairs(comm, stream, report.links);
   comm.barrier();
   if (comm.rank() == 0) report.peaks = measure_peaks(comm.device(), config.precision);
   const auto peaks = all_gather(comm.transport(), stream, {report.peaks.tflops, report.peaks.copy_gb_per_s},
@@ -313,9 +302,6 @@ std::string ms(double value) {
 std::string percent(double share) {
   return number(100 * share, 2) + " %";
 }
-std::string title(const std::string& text) {
-  return fmt::format("\n{}\n", text);
-}
 
 // Returns the spec, with a long list of dense tensors cut.
 std::string brief(const std::string& spec) {
@@ -352,8 +338,8 @@ std::string links_text(const RanksReport& report) {
     return fmt::format("{} us, {} GB/s", number(p.latency_us), number(p.bytes_per_us / 1e3));
   };
   const std::string emulated = report.link ? fmt::format(", emulated at {}", report.link.to_string()) : "";
-  std::string text = title(fmt::format("Links between {} ranks, transport {}{} (measured)", report.world,
-                                       report.transport, emulated));
+  std::string text = fmt::format("\nLinks between {} ranks, transport {}{} (measured)\n", report.world,
+                                 report.transport, emulated);
   text += row_text("to a neighbour", pattern(report.links.neighbour) + ", all ranks at once");
   text += row_text("to all", pattern(report.links.all_pairs) + ", all ranks at once");
   if (report.links.intra_node != report.links.all_pairs ||
@@ -362,14 +348,14 @@ std::string links_text(const RanksReport& report) {
     text += row_text("between nodes", pattern(report.links.inter_node));
   }
   if (report.links.library_measured) text += row_text("NCCL's allreduce", pattern(report.links.library));
-  if (!report.matrix) return text;
+  if (report.pairs.empty()) return text;
   const auto world = static_cast<size_t>(report.world);
   Table table(world + 1, std::vector<std::string>(world + 1, "-"));
   table[0][0] = "us \\ GB/s";  // latency below the diagonal, bandwidth above
   for (size_t a = 0; a < world; ++a) {
     table[0][a + 1] = table[a + 1][0] = fmt::format("rank {}", a);
     for (size_t b = 0; b < world; ++b) {
-      const LinkMatrix::Link& link = report.matrix->links[a * world + b];
+      const PairSpeed& link = report.pairs[a * world + b];
       if (a != b) table[a + 1][b + 1] = number(a > b ? link.latency_us : link.gb_per_s);
     }
   }
@@ -380,9 +366,9 @@ std::string links_text(const RanksReport& report) {
 std::string recommendation_text(const RanksReport& report, const VitConfig& model) {
   const StepCosts& costs = report.costs;
   const Recommendation& r = report.recommendation;
-  std::string text = title(fmt::format("Prediction: {}, {} parameters, batch {}, {} ranks", model.name,
-                                       human_count(static_cast<double>(report.parameters)), report.batch_size,
-                                       report.world));
+  std::string text =
+      fmt::format("\nPrediction: {}, {} parameters, batch {}, {} ranks\n", model.name,
+                  human_count(static_cast<double>(report.parameters)), report.batch_size, report.world);
   text += row_text("compute", fmt::format("{} GFLOP x {} images / {} TFLOP/s = {}, two thirds of it backward",
                                           number(report.flops_per_image / 1e9), report.batch_size,
                                           number(report.rank_tflops), ms(costs.compute_ms)));
@@ -397,10 +383,10 @@ std::string recommendation_text(const RanksReport& report, const VitConfig& mode
   text += table_text(predictions(r));
 
   const Prediction &plain = r.best[0], &chosen = r.best[r.chosen];
-  text += title(fmt::format(
-      "{}: {} --bucket-mb {}", std::isfinite(r.from.error) ? "Choice" : "Recommendation",
+  text += fmt::format(
+      "\n{}: {} --bucket-mb {}\n", std::isfinite(r.from.error) ? "Choice" : "Recommendation",
       r.compress() ? fmt::format("--compression {}", chosen.spec) : "do not compress, --compression fp32",
-      chosen.bucket_mb));
+      chosen.bucket_mb);
   auto line = [&](const Prediction& p) {
     const double codec = p.codec_ms * 1e6 / static_cast<double>(report.parameters);
     return row_text(brief(p.spec),
@@ -455,9 +441,9 @@ Json ranks_json(const RanksReport& report) {
             {"between", pattern(report.links.inter_node)},
             {"pairs", Json::array()}};
   if (report.links.library_measured) json["nccl_allreduce"] = pattern(report.links.library);
-  for (int a = 0; report.matrix && a < report.world; ++a) {
+  for (int a = 0; !report.pairs.empty() && a < report.world; ++a) {
     for (int b = a + 1; b < report.world; ++b) {
-      const LinkMatrix::Link& link = report.matrix->between(a, b);
+      const PairSpeed& link = report.pairs[static_cast<size_t>(a * report.world + b)];
       json["pairs"].push_back(
           {{"a", a}, {"b", b}, {"latency_us", link.latency_us}, {"gb_per_s", link.gb_per_s}});
     }
@@ -505,7 +491,7 @@ double best_round_us(Communicator& comm, const Stream& stream, const std::vector
 
 }  // namespace
 
-LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const LinkCosts& costs) {
+std::vector<PairSpeed> measure_pairs(Communicator& comm, const Stream& stream, const LinkCosts& costs) {
   const int world = comm.world(), rank = comm.rank();
   const auto wanted = static_cast<size_t>(costs.neighbour.bytes_per_us * kLargeUs);
   const size_t large = std::clamp(wanted, kLeastLarge, kMostLarge) / 4 * 4;
@@ -541,18 +527,17 @@ LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const L
     }
   }
   const auto all = all_gather(comm.transport(), stream, mine, "speed of each link");
-  LinkMatrix matrix{.world = world,
-                    .links = std::vector<LinkMatrix::Link>(static_cast<size_t>(world * world))};
+  std::vector<PairSpeed> pairs(static_cast<size_t>(world * world));
   for (int a = 0; a < world; ++a) {
     for (int b = 0; b < world; ++b) {
       if (a == b) continue;
       const auto &from = all[static_cast<size_t>(a)], &to = all[static_cast<size_t>(b)];
       const auto i = static_cast<size_t>(2 * b), j = static_cast<size_t>(2 * a);
-      matrix.links[static_cast<size_t>(a * world + b)] = {std::max(from[i], to[j]),
-                                                          std::min(from[i + 1], to[j + 1])};
+      pairs[static_cast<size_t>(a * world + b)] = {std::max(from[i], to[j]),
+                                                   std::min(from[i + 1], to[j + 1])};
     }
   }
-  return matrix;
+  return pairs;
 }
 
 }  // namespace gradwire

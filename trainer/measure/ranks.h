@@ -2,8 +2,8 @@
 // Predicts from these measurements which compression reduces the step time.
 #pragma once
 
-#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
@@ -14,32 +14,24 @@
 
 namespace gradwire {
 
-// Latency and bandwidth between each pair of ranks, measured one pair at a time.
-
-struct LinkMatrix {
-  struct Link {
-    double latency_us = 0;  // of 64 bytes in both directions at the same time
-    double gb_per_s = 0;    // bandwidth in each direction, with traffic in both directions
-  };
-  int world = 0;
-  std::vector<Link> links;  // [a * world + b], symmetric
-
-  const Link& between(int a, int b) const { return links[static_cast<size_t>(a * world + b)]; }
+// Latency and bandwidth between a pair of ranks, measured one pair at a time.
+struct PairSpeed {
+  double latency_us = 0;  // of 64 bytes in both directions at the same time
+  double gb_per_s = 0;    // bandwidth in each direction, with traffic in both directions
 };
-
 // Measures all pairs. Collective; blocks for about 50 ms per pair on any link. `costs` determines the message
-// sizes and must be the same on every rank. Every rank returns the same values.
-LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const LinkCosts& costs);
+// sizes and must be the same on every rank. Every rank returns the same values, [a * world + b].
+std::vector<PairSpeed> measure_pairs(Communicator& comm, const Stream& stream, const LinkCosts& costs);
 
 struct RanksReport {
   int world = 1;
   std::string transport;  // "local", "tcp", "nccl"
   EmulatedLink link;
   LinkCosts links;
-  std::optional<LinkMatrix> matrix;  // empty for worlds above kMatrixRanks
-  Peaks peaks;                       // peaks of rank 0's device
-  double rank_tflops = 0;            // the slowest rank's speed while all ranks train
-  VitConfig probe;                   // the model that was trained to measure rank_tflops: fewer layers
+  std::vector<PairSpeed> pairs;  // [a * world + b]; empty for worlds above kPairRanks
+  Peaks peaks;                   // peaks of rank 0's device
+  double rank_tflops = 0;        // the slowest rank's speed while all ranks train
+  VitConfig probe;               // the model that was trained to measure rank_tflops: fewer layers
   int64_t probe_batch = 0;
   int64_t parameters = 0, batch_size = 0;
   double flops_per_image = 0;
@@ -47,7 +39,7 @@ struct RanksReport {
   StepCosts costs;
   Recommendation recommendation;
 };
-constexpr int kMatrixRanks = 8;
+constexpr int kPairRanks = 8;
 
 // What examine_ranks() measures beyond the links. The defaults are those of `gradwire doctor`.
 struct Examination {
@@ -55,12 +47,10 @@ struct Examination {
   Choices choices = {};
   // The tensors of one bucket, on which kernels are measured; empty: those of one encoder layer.
   std::vector<GradientTensor> bucket = {};
-  // Times forward and backward of a whole batch, for about `budget_ms` by all ranks at once; empty: two
-  // layers are measured, and scaled by their FLOPs.
-  std::function<Timing(const Stream& stream, double budget_ms)> compute = {};
-  // Returns the time of an optimizer's step, which compute has measured; empty: derived from the speed of
-  // copies.
-  std::function<double()> optimizer_ms = {};
+  // Times forward and backward of a whole batch, for about `budget_ms` by all ranks at once, and an
+  // optimizer's step in ms; 0: not measured. Empty: two layers are measured, and scaled by their FLOPs; the
+  // optimizer's time is derived from the speed of copies.
+  std::function<std::pair<Timing, double>(const Stream& stream, double budget_ms)> compute = {};
   // Returns the error of one encode of the gradients with a spec. Called on rank 0, after compute; empty:
   // not measured.
   std::function<double(const std::string& spec)> error = {};

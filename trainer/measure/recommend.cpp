@@ -65,13 +65,6 @@ double expected_maximum(int n) {
   return sum;
 }
 
-// Returns how long a rank waits in an exchange for the slowest rank, whose step varies as the others' do.
-double wait_for_slowest_ms(const StepCosts& costs) {
-  if (costs.world == 1 || costs.spread.compute == 0) return 0;
-  const double deviation = std::sqrt(static_cast<double>(costs.micro_batches)) * costs.spread.compute;
-  return expected_maximum(costs.world) * deviation * costs.compute_ms;
-}
-
 }  // namespace
 
 Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t bucket_mb,
@@ -125,7 +118,11 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
   // `ready` is the end of backward. The last bucket's share of `delay` follows `ready`.
   const double before = static_cast<double>(costs.micro_batches - 1) * costs.compute_ms;
   out.compute_ms = before + ready;
-  out.exposed_ms = std::max(0.0, free - ready) + wait_for_slowest_ms(costs);
+  out.exposed_ms = std::max(0.0, free - ready);
+  if (costs.world > 1 && costs.spread.compute != 0) {  // waits for the slowest rank, whose step varies alike
+    const double deviation = std::sqrt(static_cast<double>(costs.micro_batches)) * costs.spread.compute;
+    out.exposed_ms += expected_maximum(costs.world) * deviation * costs.compute_ms;
+  }
   out.step_ms = out.compute_ms + out.exposed_ms + costs.optimizer_ms;
   if (const auto error = costs.errors.find(text); error != costs.errors.end()) out.error = error->second;
   return out;
@@ -230,17 +227,12 @@ Recommendation recommend(const StepCosts& costs, const Choices& from) {
     add_interval(costs, out.best.back());
   }
   // Errors that are not numbers come last: the gradients had values that a format cannot represent.
-  auto rank = [](const Prediction& p) {
+  std::ranges::stable_sort(out.best.begin() + 1, out.best.end(), {}, [](const Prediction& p) {
     return std::isnan(p.error) ? std::numeric_limits<double>::infinity() : p.error;
-  };
-  std::stable_sort(out.best.begin() + 1, out.best.end(),
-                   [&](const Prediction& a, const Prediction& b) { return rank(a) < rank(b); });
-  double fastest = out.best[0].step_ms;
-  for (const Prediction& p : out.best) {
-    if (out.allows(p)) fastest = std::min(fastest, p.step_ms);
-  }
-  auto fits = [&](const Prediction& p) { return out.allows(p) && p.step_ms <= from.tie * fastest; };
-  out.chosen = static_cast<size_t>(std::find_if(out.best.begin(), out.best.end(), fits) - out.best.begin());
+  });
+  std::vector<double> errors, steps;
+  for (const Prediction& p : out.best) errors.push_back(p.error), steps.push_back(p.step_ms);
+  out.chosen = choose_candidate(errors, steps, from.error, from.tie);
   return out;
 }
 
@@ -248,8 +240,6 @@ namespace {
 
 constexpr std::string_view kName = "auto", kError = "error=", kReplanOff = "replan=off",
                            kPlan = "plan=", kAllow = "allow=";
-// Formats within this factor of the shortest step count as a tie: about the error of a prediction.
-constexpr double kTie = 1.05;
 
 [[noreturn]] void refuse(std::string_view text, const std::string& why) {
   throw BadInput("--compression {}: {}; write {}", text, why, kAutoGrammar);
@@ -343,7 +333,7 @@ std::string AutoCompression::candidate_of(const std::string& text) const {
 }
 
 Choices AutoCompression::choices(std::vector<int64_t> bucket_mb) const {
-  Choices choices{.bucket_mb = std::move(bucket_mb), .error = error, .tie = kTie};
+  Choices choices{.bucket_mb = std::move(bucket_mb), .error = error, .tie = kChoiceTie};
   if (allow.empty()) return choices;
   choices.specs = {"fp32"};
   for (const std::string& spec : allow) {
@@ -357,13 +347,6 @@ namespace {
 // The share of backward that must suffice: ranks that wait for each other take longer than their messages.
 constexpr double kSafety = 0.4;
 constexpr int64_t kRunAlignment = 4;  // of the run's reducer (ReducerOptions)
-
-// Returns the spec with more dense tensors.
-std::string with_dense(const std::string& text, const std::vector<std::string>& names) {
-  CompressionSpec spec = CompressionSpec::parse(text);
-  spec.dense.insert(spec.dense.end(), names.begin(), names.end());
-  return CompressionSpec::parse(spec.to_string()).to_string();  // in order
-}
 
 }  // namespace
 
@@ -401,7 +384,10 @@ std::string with_dense_buckets(StepCosts costs, const Prediction& choice) {
   std::string best;
   for (const BucketRange& bucket : lay_out(costs.tensors, kRunAlignment, choice.bucket_mb << 20).buckets) {
     first.insert(first.end(), all.begin() + bucket.first_tensor, all.begin() + bucket.last_tensor);
-    const std::string text = with_dense(choice.spec, name_patterns(all, first));
+    CompressionSpec spec = CompressionSpec::parse(choice.spec);
+    const std::vector<std::string> names = name_patterns(all, first);
+    spec.dense.insert(spec.dense.end(), names.begin(), names.end());
+    const std::string text = CompressionSpec::parse(spec.to_string()).to_string();  // in order
     copy_kernel_costs(choice.spec, text, costs);
     if (first.size() == all.size() || predict_step(costs, text, choice.bucket_mb).step_ms > limit) break;
     best = text;

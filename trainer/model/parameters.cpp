@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <utility>
 
 #include "kernels/math/random.h"
 #include "runtime/threads/thread_pool.h"
@@ -19,11 +20,8 @@ double xavier(int64_t out, int64_t in) {
   return std::sqrt(6.0 / static_cast<double>(out + in));
 }
 
-// Two independent standard normal draws from two uniform words (Box and Muller, 1958).
-struct NormalPair {
-  double first, second;
-};
-NormalPair normal_pair(uint32_t a, uint32_t b) {
+// Returns two independent standard normal draws from two uniform words (Box and Muller, 1958).
+std::pair<double, double> normal_pair(uint32_t a, uint32_t b) {
   double radius = std::sqrt(-2.0 * std::log((a + 0.5) / 4294967296.0));
   double angle = 2.0 * std::numbers::pi * ((b + 0.5) / 4294967296.0);
   return {radius * std::cos(angle), radius * std::sin(angle)};
@@ -45,8 +43,9 @@ void draw(const VitParameter& parameter, uint64_t seed, uint64_t tensor, int64_t
     if (parameter.init == Init::uniform) {
       for (int j = 0; j < 4; ++j) values[j] = (2.0 * ((r.v[j] + 0.5) / 4294967296.0) - 1.0) * parameter.scale;
     } else {
-      NormalPair p = normal_pair(r.v[0], r.v[1]), q = normal_pair(r.v[2], r.v[3]);
-      double draws[4] = {p.first, p.second, q.first, q.second};
+      const auto [first, second] = normal_pair(r.v[0], r.v[1]);
+      const auto [third, fourth] = normal_pair(r.v[2], r.v[3]);
+      const double draws[4] = {first, second, third, fourth};
       for (int j = 0; j < 4; ++j) {
         double value = draws[j] * parameter.scale;
         // Redraws use another stream, so they do not shift other elements' numbers.

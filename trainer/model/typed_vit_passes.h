@@ -184,8 +184,6 @@ class TypedVitPasses final : public VitPasses {
   S* d_qkv(const LayerActivations& l, int64_t slot) const {
     return options_.fused_attention ? l.qkv : a_.d_qkv.of(slot);
   }
-  // Returns the layers from `top` down whose weight gradients are computed together.
-  LayerGroup group_below(int64_t top) const;
   // Returns a layer's block. Blocks count from the head (vit_blocks()).
   int block_of(size_t layer) const { return static_cast<int>(a_.layers.size() - layer); }
   void enter_block(int block) const {

@@ -24,7 +24,8 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
   GradientOutput to(gradients, layout_, accumulate, ready);
   backward_head(labels, totals, grad_scale, to);
   for (int64_t top = std::ssize(a_.layers) - 1; top >= 0;) {
-    const LayerGroup group = group_below(top);
+    const int64_t left = top + 1, most = options_.groups.awaited ? std::max<int64_t>(1, left - 2) : left;
+    const LayerGroup group{top, std::min(group_layers_, most)};
     for (int64_t slot = 0; slot < group.count; ++slot) backward_layer(group, slot, to);
     to.flush(stream_);
     top -= group.count;
@@ -114,13 +115,6 @@ void TypedVitPasses<S>::clear_dx() const {
   if (a_.dx_mlp.base != nullptr) end = a_.dx_mlp.base + count;
   fill_zero(stream_, a_.dx,
             static_cast<size_t>(static_cast<const char*>(end) - reinterpret_cast<const char*>(a_.dx)));
-}
-
-template <typename S>
-LayerGroup TypedVitPasses<S>::group_below(int64_t top) const {
-  const int64_t left = top + 1;
-  if (!options_.groups.awaited) return {top, std::min(group_layers_, left)};
-  return {top, std::max<int64_t>(1, std::min(group_layers_, left - 2))};
 }
 
 template <typename S>

@@ -26,15 +26,6 @@ class Arena {
   int64_t used_ = 0;
 };
 
-namespace {
-
-int64_t group_layers(const VitPassesOptions& options) {
-  if (!options.training) return 1;
-  return std::clamp<int64_t>(options.groups.layers, 1, GradientGroups::kMost);
-}
-
-}  // namespace
-
 template <typename S>
 TypedVitPasses<S>::TypedVitPasses(const VitConfig& config, const Stream& stream,
                                   const std::vector<VitParameter>& parameters, const ParameterLayout& layout,
@@ -44,7 +35,8 @@ TypedVitPasses<S>::TypedVitPasses(const VitConfig& config, const Stream& stream,
       layout_(layout),
       options_(options),
       index_(find_parameters(parameters, config.depth)),
-      group_layers_(group_layers(options_)) {
+      group_layers_(options.training ? std::clamp<int64_t>(options.groups.layers, 1, GradientGroups::kMost)
+                                     : 1) {
   a_.layers.resize(static_cast<size_t>(config_.depth));
   Arena measure(nullptr);
   lay_out(measure);

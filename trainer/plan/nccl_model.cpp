@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <vector>
 
 #include "runtime/util/error.h"
 
@@ -93,16 +94,6 @@ class Tuner {
     return estimate("tree", p, latency, bandwidth / 2);
   }
 
-  NcclEstimate nvls() const {
-    return estimate("nvls", simple, kBase.ring[simple] + kNvlsHop,
-                    cluster_.nccl.nvls_gb_per_s * ranks_ / (2.0 * (ranks_ - 1)));
-  }
-  NcclEstimate nvls_tree() const {
-    return estimate("nvls_tree", simple,
-                    kBase.ring[simple] + kNvlsHop + 2 * std::log2(nodes_) * scale() * kNvlsTreeHop,
-                    std::min(bus_, channels_ * bounds_.nvls_tree[at_]) / 2);
-  }
-
   std::vector<NcclEstimate> all() const {
     std::vector<NcclEstimate> out;
     for (Protocol p : {ll, ll128, simple}) {
@@ -111,8 +102,14 @@ class Tuner {
       out.push_back(tree(p));
     }
     if (cluster_.nccl.nvls_gb_per_s > 0 && per_node_ == cluster_.gpus_per_node) {
-      if (nodes_ == 1) out.push_back(nvls());
-      if (nodes_ > 1 && bounds_.nvls_tree[at_] > 0) out.push_back(nvls_tree());
+      const double latency = kBase.ring[simple] + kNvlsHop;
+      if (nodes_ == 1) {
+        out.push_back(
+            estimate("nvls", simple, latency, cluster_.nccl.nvls_gb_per_s * ranks_ / (2.0 * (ranks_ - 1))));
+      } else if (bounds_.nvls_tree[at_] > 0) {
+        out.push_back(estimate("nvls_tree", simple, latency + 2 * std::log2(nodes_) * scale() * kNvlsTreeHop,
+                               std::min(bus_, channels_ * bounds_.nvls_tree[at_]) / 2));
+      }
     }
     const auto allows = [](const std::vector<std::string>& names, const std::string& name) {
       return names.empty() || std::find(names.begin(), names.end(), name) != names.end();
@@ -142,13 +139,9 @@ class Tuner {
 
 }  // namespace
 
-std::vector<NcclEstimate> nccl_estimates(const Cluster& cluster, int ranks, double bytes) {
-  return Tuner(cluster, ranks, bytes).all();
-}
-
 NcclEstimate nccl_allreduce_estimate(const Cluster& cluster, int ranks, double bytes) {
   if (ranks == 1) return {"ring", "simple", 0};
-  const std::vector<NcclEstimate> all = nccl_estimates(cluster, ranks, bytes);
+  const std::vector<NcclEstimate> all = Tuner(cluster, ranks, bytes).all();
   const auto best =
       std::min_element(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.us < b.us; });
   if (best == all.end()) {

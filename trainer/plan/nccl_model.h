@@ -3,7 +3,6 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
 #include "trainer/plan/plan.h"
 
@@ -15,9 +14,8 @@ struct NcclEstimate {
   double us = 0;
 };
 
-// Returns the estimates of all pairs that NCCL would consider for an allreduce of `bytes` bytes.
-std::vector<NcclEstimate> nccl_estimates(const Cluster& cluster, int ranks, double bytes);
-// Returns the fastest of these estimates: NCCL's choice.
+// Returns NCCL's choice for an allreduce of `bytes` bytes: the fastest estimate of the pairs that NCCL would
+// consider.
 NcclEstimate nccl_allreduce_estimate(const Cluster& cluster, int ranks, double bytes);
 
 }  // namespace gradwire

@@ -24,43 +24,33 @@ namespace {
 constexpr double kAdamwBytes = 28;  // AdamW reads four floats per parameter and writes three
 constexpr double kStateBytes = 16;  // weight, gradient and AdamW's moments
 
-// Returns the bytes per element that the kernels of a spec read and write. NCCL's kernels are part of its
-// time. PowerSGD's passes: kernels/powersgd; formats: ReduceEncode and Decode in kernels/wire/format.h, with
-// one contribution, or spread over the ranks.
-double kernel_bytes(const CompressionSpec& spec, ScheduleKind kind) {
-  if (spec.method == CompressionSpec::Method::powersgd || spec.method == CompressionSpec::Method::dion)
-    return 24;
-  if (spec.method == CompressionSpec::Method::randk) return 16;
-  if (spec.wire->exact) return kind == ScheduleKind::nccl ? 0 : 12;
-  return 3 * spec.wire->bytes_per_value() + (spec.policy.keeps_errors() ? 16 : 8);
-}
-
-double kernel_ns(const Cluster& cluster, const std::string& text, ScheduleKind kind) {
+// Returns the time of a spec's kernels per element: measured, or from the bytes that they read and write.
+// NCCL's kernels are part of its time. PowerSGD's passes: kernels/powersgd; formats: ReduceEncode and Decode
+// in kernels/wire/format.h, with one contribution, or spread over the ranks.
+double kernel_ns(const Cluster& cluster, const CompressionSpec& spec, const std::string& text,
+                 ScheduleKind kind) {
+  using enum CompressionSpec::Method;
   const auto measured = cluster.kernels_ns_per_element.find(text);
   if (measured != cluster.kernels_ns_per_element.end()) return measured->second;
-  return kernel_bytes(CompressionSpec::parse(text), kind) / cluster.memory_gb_per_s;
+  double bytes = 3 * spec.wire->bytes_per_value() + (spec.policy.keeps_errors() ? 16 : 8);
+  if (spec.wire->exact) bytes = kind == ScheduleKind::nccl ? 0 : 12;
+  if (spec.method == powersgd || spec.method == dion) bytes = 24;
+  if (spec.method == randk) bytes = 16;
+  return bytes / cluster.memory_gb_per_s;
 }
 
-// Returns how many times the variance of one rounding enters the sum of independent values of equal size. A
-// partial sum of k of n ranks has k/n of the variance of the sum.
-double roundings(const Schedule& s, bool fp32_inside) {
-  switch (s.kind) {
-    case ScheduleKind::ring:
-      return (s.world + 1) / 2.0;
-    case ScheduleKind::hierarchical: {
-      const double between = s.inter_node_lossy_steps <= 2 ? 2 : (s.nodes + 1) / 2.0;
-      return between + (fp32_inside ? 0 : 1);
-    }
-    default:
-      return s.lossy_steps;
-  }
-}
-
-double relative_error(const CompressionSpec& spec, const SimulatedSchedule& schedule) {
+// Returns the relative error of an average (PlanRow::error). The variance of one rounding enters the sum of
+// independent values of equal size a number of times: a partial sum of k of n ranks has k/n of the variance
+// of the sum.
+double relative_error(const CompressionSpec& spec, const Schedule& s) {
   if (spec.method != CompressionSpec::Method::wire) return -1;
   if (spec.wire->exact) return 0;
   if (spec.wire->gaussian_error <= 0) return -1;
-  return std::sqrt(roundings(schedule.outline(), spec.fp32_intra_node) * spec.wire->gaussian_error);
+  double roundings = s.lossy_steps;
+  if (s.kind == ScheduleKind::ring) roundings = (s.world + 1) / 2.0;
+  if (s.kind == ScheduleKind::hierarchical)
+    roundings = (s.inter_node_lossy_steps <= 2 ? 2 : (s.nodes + 1) / 2.0) + (spec.fp32_intra_node ? 0 : 1);
+  return std::sqrt(roundings * spec.wire->gaussian_error);
 }
 
 StepCosts step_costs(const PlanRequest& request) {
@@ -82,7 +72,7 @@ StepCosts step_costs(const PlanRequest& request) {
 PlanRow make_row(const PlanRequest& request, StepCosts costs, const std::string& text,
                  SimulatedSchedule& schedule, const std::vector<int64_t>& sizes) {
   const CompressionSpec spec = CompressionSpec::parse(text);
-  costs.codec_ns[text] = kernel_ns(request.cluster, text, schedule.kind());
+  costs.codec_ns[text] = kernel_ns(request.cluster, spec, text, schedule.kind());
   PlanRow row;
   std::vector<std::vector<double>> levels;  // of each size
   for (int64_t mb : sizes) {
@@ -94,7 +84,7 @@ PlanRow make_row(const PlanRequest& request, StepCosts costs, const std::string&
     }));
   }
   row.best = best_of(row.tried);
-  row.error = relative_error(spec, schedule);
+  row.error = relative_error(spec, schedule.outline());
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (sizes[i] == row.best.bucket_mb) row.level_bytes = levels[i];
   }
@@ -226,31 +216,6 @@ class ObjectReader {
   std::set<std::string> known_;
 };
 
-Cluster::Generation read_generation(ObjectReader& from) {
-  const std::string text = from.text("generation");
-  const std::pair<const char*, Cluster::Generation> names[] = {{"volta", Cluster::Generation::volta},
-                                                               {"ampere", Cluster::Generation::ampere},
-                                                               {"hopper", Cluster::Generation::hopper},
-                                                               {"blackwell", Cluster::Generation::blackwell}};
-  for (const auto& [name, generation] : names) {
-    if (text == name) return generation;
-  }
-  from.fail(fmt::format("gpu.generation must be volta, ampere, hopper or blackwell, not '{}'", text));
-}
-
-void read_gpu(ObjectReader from, Cluster& cluster) {
-  cluster.generation = read_generation(from);
-  cluster.tflops = from.number("tflops", 1e-3, 1e6);
-  cluster.memory_gb_per_s = from.number("memory_gb_per_s", 1e-3, 1e6);
-  if (from.has("kernels_ns_per_element")) {
-    ObjectReader kernels = from.object("kernels_ns_per_element");
-    for (const auto& [spec, value] : kernels.json().items()) {
-      cluster.kernels_ns_per_element[spec] = kernels.number(spec.c_str(), 0, 1e6);
-    }
-  }
-  from.finish();
-}
-
 // Reads the links inside a node: the key `nvlink` or the key `pcie`.
 void read_node(ObjectReader& from, Cluster& cluster) {
   cluster.nvlink = from.has("nvlink");
@@ -289,16 +254,6 @@ void read_network(ObjectReader& from, const std::string& path, Cluster& cluster)
   }
 }
 
-void read_nccl(ObjectReader from, Cluster& cluster) {
-  cluster.nccl.launch_us = from.number_or("launch_us", 0, ObjectReader::kLongest, 0);
-  if (from.has("channels")) cluster.nccl.channels = from.whole("channels", 1, 1024);
-  cluster.nccl.nvls_gb_per_s =
-      from.number_or("nvls_gb_per_s", ObjectReader::kSlowest, ObjectReader::kFastest, 0);
-  cluster.nccl.algorithms = from.words("algorithms", {"ring", "tree", "nvls", "nvls_tree"});
-  cluster.nccl.network_protocols = from.words("network_protocols", {"ll", "ll128", "simple"});
-  from.finish();
-}
-
 }  // namespace
 
 Cluster parse_cluster(const std::string& text, const std::string& path) {
@@ -309,10 +264,33 @@ Cluster parse_cluster(const std::string& text, const std::string& path) {
   cluster.name = from.text("name");
   if (from.has("source")) cluster.source = from.text("source");
   cluster.gpus_per_node = from.whole("gpus_per_node", 1, 1024);
-  read_gpu(from.object("gpu"), cluster);
+  ObjectReader gpu = from.object("gpu");
+  const std::string generation = gpu.text("generation");
+  constexpr const char* kGenerations[] = {"volta", "ampere", "hopper", "blackwell"};
+  const auto* const found = std::ranges::find(kGenerations, generation);
+  if (found == std::end(kGenerations))
+    gpu.fail(fmt::format("gpu.generation must be volta, ampere, hopper or blackwell, not '{}'", generation));
+  cluster.generation = static_cast<Cluster::Generation>(found - kGenerations);
+  cluster.tflops = gpu.number("tflops", 1e-3, 1e6);
+  cluster.memory_gb_per_s = gpu.number("memory_gb_per_s", 1e-3, 1e6);
+  if (gpu.has("kernels_ns_per_element")) {
+    ObjectReader kernels = gpu.object("kernels_ns_per_element");
+    for (const auto& [spec, value] : kernels.json().items())
+      cluster.kernels_ns_per_element[spec] = kernels.number(spec.c_str(), 0, 1e6);
+  }
+  gpu.finish();
   read_node(from, cluster);
   read_network(from, path, cluster);
-  if (from.has("nccl")) read_nccl(from.object("nccl"), cluster);
+  if (from.has("nccl")) {
+    ObjectReader nccl = from.object("nccl");
+    cluster.nccl.launch_us = nccl.number_or("launch_us", 0, ObjectReader::kLongest, 0);
+    if (nccl.has("channels")) cluster.nccl.channels = nccl.whole("channels", 1, 1024);
+    cluster.nccl.nvls_gb_per_s =
+        nccl.number_or("nvls_gb_per_s", ObjectReader::kSlowest, ObjectReader::kFastest, 0);
+    cluster.nccl.algorithms = nccl.words("algorithms", {"ring", "tree", "nvls", "nvls_tree"});
+    cluster.nccl.network_protocols = nccl.words("network_protocols", {"ll", "ll128", "simple"});
+    nccl.finish();
+  }
   from.finish();
   return cluster;
 }
@@ -361,25 +339,6 @@ std::string three_digits(double value) {
   return std::abs(value) >= 1000 ? human_count(value) : fmt::format("{:.3g}", value);
 }
 
-std::string error_text(double error) {
-  return error < 0 ? "-" : error == 0 ? "0" : fmt::format("{:.1e}", error);
-}
-
-const PlanRow& fastest_row(const Plan& plan) {
-  return *std::min_element(plan.rows.begin(), plan.rows.end(), [](const PlanRow& a, const PlanRow& b) {
-    return a.best.step_ms < b.best.step_ms;
-  });
-}
-
-// Returns NCCL's choice for the baseline's largest bucket, and its bus bandwidth.
-std::string nccl_text(const PlanRequest& request, const Plan& plan) {
-  const Prediction& best = plan.rows[0].best;
-  const double bytes = std::min(best.dense_bytes, static_cast<double>(best.bucket_mb << 20));
-  const NcclEstimate estimate = nccl_allreduce_estimate(request.cluster, request.ranks, bytes);
-  return fmt::format("{}, protocol {}, for a bucket of {}: {} ms", estimate.algorithm, estimate.protocol,
-                     human_bytes(bytes), three_digits(estimate.us / 1e3));
-}
-
 Json prediction_record(const Prediction& p) {
   return {{"bucket_mb", p.bucket_mb}, {"buckets", p.buckets},     {"sent_bytes", p.sent_bytes},
           {"links_ms", p.comm_ms},    {"kernels_ms", p.codec_ms}, {"exposed_ms", p.exposed_ms},
@@ -397,7 +356,14 @@ std::string plan_text(const PlanRequest& request, const Plan& plan) {
   text += row_text("compute",
                    fmt::format("{} ms, and {} ms for the optimizer", three_digits(plan.costs.compute_ms),
                                three_digits(plan.costs.optimizer_ms)));
-  if (request.ranks > 1) text += row_text("NCCL", nccl_text(request, plan));
+  if (request.ranks > 1) {  // NCCL's choice for the baseline's largest bucket
+    const Prediction& first = plan.rows[0].best;
+    const double bytes = std::min(first.dense_bytes, static_cast<double>(first.bucket_mb << 20));
+    const NcclEstimate estimate = nccl_allreduce_estimate(request.cluster, request.ranks, bytes);
+    text +=
+        row_text("NCCL", fmt::format("{}, protocol {}, for a bucket of {}: {} ms", estimate.algorithm,
+                                     estimate.protocol, human_bytes(bytes), three_digits(estimate.us / 1e3)));
+  }
   Table table{{"compression", "schedule", "bucket MB"}};
   for (const std::string& level : plan.levels) table[0].push_back(level + " sends");
   for (const char* title : {"links ms", "kernels ms", "exposed ms", "step ms", "speed", "error", "memory"}) {
@@ -410,14 +376,15 @@ std::string plan_text(const PlanRequest& request, const Plan& plan) {
     for (double bytes : row.level_bytes) cells.push_back(human_bytes(bytes));
     for (double ms : {p.comm_ms, p.codec_ms, p.exposed_ms, p.step_ms}) cells.push_back(three_digits(ms));
     cells.push_back(fmt::format("{:.2f}x", baseline / p.step_ms));
-    cells.push_back(error_text(row.error));
+    cells.push_back(row.error < 0 ? "-" : row.error == 0 ? "0" : fmt::format("{:.1e}", row.error));
     cells.push_back(human_bytes(row.memory_bytes));
   }
   text += fmt::format(
       "\n{}\nsends: bytes of the busiest rank; error: of the average, for independent gradients; memory:\n"
       "without activations\n",
       table_text(table));
-  const Prediction& best = fastest_row(plan).best;
+  const Prediction& best =
+      std::ranges::min_element(plan.rows, {}, [](const PlanRow& row) { return row.best.step_ms; })->best;
   if (request.ranks == 1) return text + "One rank exchanges nothing, so compression cannot pay\n";
   return text + fmt::format("Fastest: {} with schedule {}, {:.2f}x NCCL's FP32\n", best.spec, best.schedule,
                             baseline / best.step_ms);

@@ -56,7 +56,12 @@ class Simulation {
         message.moving ? finish(event.message) : start(event.message);
       }
       advance();
-      share_links();
+      // Recompute the speed of all messages on links whose number of messages changed.
+      for (int link : dirty_) {
+        is_dirty_[link] = false;
+        for (int number : active_[link]) update(number);
+      }
+      dirty_.clear();
     }
     return now_;
   }
@@ -154,15 +159,6 @@ class Simulation {
     dirty_.push_back(link);
   }
 
-  // Recomputes the speed of all messages on links whose number of messages changed.
-  void share_links() {
-    for (int link : dirty_) {
-      is_dirty_[link] = false;
-      for (int number : active_[link]) update(number);
-    }
-    dirty_.clear();
-  }
-
   void update(int number) {
     Message& message = messages_[number];
     double speed = std::numeric_limits<double>::infinity();
@@ -194,13 +190,9 @@ class Simulation {
 
 }  // namespace
 
-double simulate_every_round_us(const FlowRounds& rounds, const Fabric& fabric, double bytes,
-                               double intra_node_bytes) {
-  return Simulation(rounds, fabric, bytes, intra_node_bytes, std::numeric_limits<int>::max()).run();
-}
-
-double simulate_us(const FlowRounds& rounds, const Fabric& fabric, double bytes, double intra_node_bytes) {
-  const int few = kFirstRounds, many = few + kMeasuredRounds;
+double simulate_us(const FlowRounds& rounds, const Fabric& fabric, double bytes, double intra_node_bytes,
+                   bool every_round) {
+  const int few = kFirstRounds, many = every_round ? std::numeric_limits<int>::max() : few + kMeasuredRounds;
   int more = 0, left = 0;  // rounds beyond `few` and beyond `many`
   for (const FlowRounds::Run& run : rounds.runs) {
     more += std::min(run.rounds, many) - std::min(run.rounds, few);
@@ -325,17 +317,10 @@ Fabric::Fabric(const Cluster& cluster, int ranks, bool symmetric)
   }
 }
 
-int Fabric::add_links(int count, double gb_per_s) {
-  const int first = links();
-  bytes_per_us_.resize(first + count, gb_per_s * 1e3);
-  return first;
-}
-
 Fabric::Both Fabric::add_both(int group, double gb_per_s) {
   const int count = (period_ + group - 1) / group;
-  Both both{.group = group};
-  both.out = add_links(count, gb_per_s);
-  both.in = add_links(count, gb_per_s);
+  const Both both{.out = links(), .in = links() + count, .group = group};
+  bytes_per_us_.resize(both.in + count, gb_per_s * 1e3);
   return both;
 }
 
@@ -394,39 +379,30 @@ class FlowSink final : public TransferSink {
   const int period_;
 };
 
-void sort_and_merge(std::vector<Flow>& flows) {
-  std::stable_sort(flows.begin(), flows.end(), [](const Flow& a, const Flow& b) {
-    return std::tie(a.from, a.to) < std::tie(b.from, b.to);
-  });
-  size_t last = 0;
-  for (size_t i = 1; i < flows.size(); ++i) {
-    if (flows[i].from == flows[last].from && flows[i].to == flows[last].to) {
-      flows[last].chunks += flows[i].chunks;
-    } else {
-      flows[++last] = flows[i];
-    }
-  }
-  if (!flows.empty()) flows.resize(last + 1);
-}
-
-// Returns the rounds of pipelined(): round k of slice i is round i + 2 k.
-Rounds cut_into_slices(const Rounds& rounds, int slices) {
-  if (slices == 1 || rounds.empty()) return rounds;
-  Rounds all(2 * (rounds.size() - 1) + slices);
-  for (int slice = 0; slice < slices; ++slice) {
-    for (size_t k = 0; k < rounds.size(); ++k) {
-      std::vector<Flow>& into = all[2 * k + slice];
-      into.insert(into.end(), rounds[k].begin(), rounds[k].end());
-    }
-  }
-  return all;
-}
-
 FlowRounds collect(FlowSink&& sink, int slices) {
   FlowRounds out{.outline = std::move(sink.outline), .chunks = 1, .runs = {}};
   out.chunks = out.outline.chunks * slices;
-  for (std::vector<Flow>& flows : cut_into_slices(sink.rounds, slices)) {
-    sort_and_merge(flows);
+  // The rounds of pipelined(): round k of slice i is round i + 2 k.
+  Rounds all(sink.rounds.empty() ? 0 : 2 * (sink.rounds.size() - 1) + slices);
+  if (slices == 1) all = std::move(sink.rounds);
+  for (int slice = 0; slices > 1 && slice < slices; ++slice) {
+    for (size_t k = 0; k < sink.rounds.size(); ++k) {
+      std::vector<Flow>& into = all[2 * k + slice];
+      into.insert(into.end(), sink.rounds[k].begin(), sink.rounds[k].end());
+    }
+  }
+  for (std::vector<Flow>& flows : all) {
+    const auto ends = [](const Flow& flow) { return std::pair(flow.from, flow.to); };
+    std::ranges::stable_sort(flows, {}, ends);
+    size_t last = 0;  // merges the flows between the same ranks
+    for (size_t i = 1; i < flows.size(); ++i) {
+      if (ends(flows[i]) == ends(flows[last])) {
+        flows[last].chunks += flows[i].chunks;
+      } else {
+        flows[++last] = flows[i];
+      }
+    }
+    if (!flows.empty()) flows.resize(last + 1);
     if (!out.runs.empty() && out.runs.back().flows == flows) {
       ++out.runs.back().rounds;
     } else {

@@ -54,8 +54,6 @@ class Fabric {
   const std::vector<std::string>& levels() const { return levels_; }
 
  private:
-  // Adds links of this bandwidth, and returns the number of the first link.
-  int add_links(int count, double gb_per_s);
   // Adds both directions of a link that connects a group of ranks upwards.
   struct Both {
     int out = 0, in = 0;
@@ -105,10 +103,9 @@ bool is_symmetric(ScheduleKind kind);
 // Returns the time until the last rank has finished, in microseconds, for a buffer of `bytes` bytes on the
 // wire, or of `intra_node_bytes` on links that a hierarchical schedule marks as inside a node. Very many
 // equal rounds are extrapolated: once every rank waits for the slowest link, each round takes the same time.
-double simulate_us(const FlowRounds& rounds, const Fabric& fabric, double bytes, double intra_node_bytes);
-// Does the same, and simulates every round.
-double simulate_every_round_us(const FlowRounds& rounds, const Fabric& fabric, double bytes,
-                               double intra_node_bytes);
+// `every_round`: simulates every round.
+double simulate_us(const FlowRounds& rounds, const Fabric& fabric, double bytes, double intra_node_bytes,
+                   bool every_round = false);
 
 // Returns the fraction of the buffer that each of the simulated ranks sends on each level,
 // [level of Fabric::levels()][rank]. A message counts on every level that it enters.

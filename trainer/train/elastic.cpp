@@ -104,7 +104,7 @@ void Elastic::regroup(const std::string& why) {
                     error.what(), remedy());
   }
   for (int& rank : left) rank = rank < 0 ? kUnknown : ranks_[static_cast<size_t>(rank)];
-  retries_.others = retries_.others || left != ranks_;
+  ranks_changed_ = ranks_changed_ || left != ranks_;
   ranks_ = std::move(left);
   group_ = std::move(next);
   if (comm().world() < launched_.elastic.least) {
@@ -162,12 +162,17 @@ bool Elastic::agree() {
     throw Error("all ranks that had the run's state are lost; {}", remedy());
   }
   if (states[0].finished != 0) return false;
-  number_ranks(states);
-  const bool progress = retries_.others || retries_.broke_at != step;
-  retries_.fruitless = progress ? 0 : retries_.fruitless + 1;
-  retries_.broke_at = step;
-  retries_.others = false;
-  if (retries_.fruitless > 1) {
+  for (const ElasticState& state : states)
+    next_number_ = std::max(next_number_, static_cast<int>(state.next_number));
+  for (size_t r = 0; r < states.size(); ++r) {  // joiners get the next numbers, in rank order
+    const int known = static_cast<int>(states[r].number);
+    ranks_[r] = known == kUnknown ? next_number_++ : known;
+  }
+  const bool progress = ranks_changed_ || broke_at_ != step;
+  fruitless_ = progress ? 0 : fruitless_ + 1;
+  broke_at_ = step;
+  ranks_changed_ = false;
+  if (fruitless_ > 1) {
     throw Error("step {} breaks again and again, though no rank is lost: {}", step, record_.why);
   }
   if (from_checkpoints_) {
@@ -176,28 +181,15 @@ bool Elastic::agree() {
   }
   agree_on_kept(step);
   const Snapshots::Pending& pending = start_snapshot_.pending;
+  // Whether rank 0 has completed the checkpoint: the others know only whether their part is complete.
+  const bool saved =
+      pending.checkpoint &&
+      all_gather_value(comm().transport(), Stream::immediate_host(),
+                       checkpoint_world(NewCheckpoint::final_path(launched_.checkpoint_directory, step)),
+                       "the last checkpoint")[0] > 0;
   start_ = {start_snapshot_.position, pending.evaluation && states[0].evaluated != step,
-            pending.checkpoint && !is_saved(step)};
+            pending.checkpoint && !saved};
   return true;
-}
-
-// Returns whether rank 0 has completed the checkpoint after `step`. The other ranks know only whether their
-// part is complete. Collective.
-bool Elastic::is_saved(int64_t step) {
-  const std::string path = NewCheckpoint::final_path(launched_.checkpoint_directory, step);
-  return all_gather_value(comm().transport(), Stream::immediate_host(), checkpoint_world(path),
-                          "the last checkpoint")[0] > 0;
-}
-
-// Gives joiners the next numbers, in rank order.
-void Elastic::number_ranks(const std::vector<ElasticState>& states) {
-  for (const ElasticState& state : states) {
-    next_number_ = std::max(next_number_, static_cast<int>(state.next_number));
-  }
-  for (size_t r = 0; r < states.size(); ++r) {
-    const int known = static_cast<int>(states[r].number);
-    ranks_[r] = known == kUnknown ? next_number_++ : known;
-  }
 }
 
 bool Elastic::is_joiner() {
@@ -255,48 +247,38 @@ bool Elastic::restore(const RankState& rank) {
   return carried;
 }
 
-std::vector<int> Elastic::lost() const {
-  std::vector<int> lost;
-  std::set_difference(record_.reported.begin(), record_.reported.end(), ranks_.begin(), ranks_.end(),
-                      std::back_inserter(lost));
-  return lost;
-}
-
-Elastic::Changes Elastic::resumed() {
+std::vector<GroupRecord> Elastic::resumed() {
+  constexpr double kNotKnown = std::numeric_limits<double>::quiet_NaN();
   const auto now = std::chrono::steady_clock::now();
-  const auto since = [&](const auto& begin) { return std::chrono::duration<double>(now - *begin).count(); };
-  Changes changes;
-  std::vector<int> joined;
-  std::set_difference(ranks_.begin(), ranks_.end(), record_.reported.begin(), record_.reported.end(),
-                      std::back_inserter(joined));
-  if (!joined.empty()) {
-    changes.grown = GrowRecord{
-        .step = start_->position.step,
-        .joined = std::move(joined),
-        .ranks = ranks_,
-        .global_batch = config_.global_batch(),
-        .lr = config_.lr,
-        .seconds = record_.stopped_at ? since(record_.stopped_at) : std::numeric_limits<double>::quiet_NaN()};
-  }
+  std::vector<GroupRecord> changes;
+  const auto add = [&](const auto& since) -> GroupRecord& {
+    const double seconds = since ? std::chrono::duration<double>(now - *since).count() : kNotKnown;
+    return changes.emplace_back(GroupRecord{.step = start_->position.step,
+                                            .ranks = ranks_,
+                                            .global_batch = config_.global_batch(),
+                                            .lr = config_.lr,
+                                            .seconds = seconds});
+  };
+  const auto only_in = [](const std::vector<int>& these, const std::vector<int>& those) {
+    std::vector<int> rest;
+    std::set_difference(these.begin(), these.end(), those.begin(), those.end(), std::back_inserter(rest));
+    return rest;
+  };
+  if (std::vector<int> joined = only_in(ranks_, record_.reported); !joined.empty())
+    add(record_.stopped_at).joined = std::move(joined);
   if (record_.failed_at) {
-    ShrinkRecord& record = changes.shrunk.emplace(ShrinkRecord{.step = start_->position.step,
-                                                               .lost = lost(),
-                                                               .ranks = ranks_,
-                                                               .global_batch = config_.global_batch(),
-                                                               .lr = config_.lr,
-                                                               .seconds = since(record_.failed_at),
-                                                               .why = std::move(record_.why),
-                                                               .goes_back = from_checkpoints_});
+    GroupRecord& record = add(record_.failed_at);
+    record.lost = only_in(record_.reported, ranks_);
+    record.why = std::move(record_.why);
+    record.goes_back = from_checkpoints_;
     for (const int rank : record.lost) {
-      if (from_checkpoints_) {  // the checkpoint has the residual
-        record.lost_residual_norms.push_back(0);
-        continue;
-      }
       const auto at = std::find(start_snapshot_.ranks.begin(), start_snapshot_.ranks.end(), rank);
-      record.lost_residual_norms.push_back(
-          at == start_snapshot_.ranks.end()
-              ? std::numeric_limits<double>::quiet_NaN()
-              : start_snapshot_.residual_norms[static_cast<size_t>(at - start_snapshot_.ranks.begin())]);
+      const auto index = static_cast<size_t>(at - start_snapshot_.ranks.begin());
+      const bool known = at != start_snapshot_.ranks.end();
+      // The checkpoint has the residual.
+      record.lost_residual_norms.push_back(from_checkpoints_ ? 0
+                                           : known           ? start_snapshot_.residual_norms[index]
+                                                             : kNotKnown);
     }
   }
   record_ = {.reported = ranks_};
@@ -340,7 +322,7 @@ bool Elastic::grow() {
 void Elastic::move_on() {
   group_ = std::move(next_);
   ranks_.resize(static_cast<size_t>(group_->world()), kUnknown);
-  retries_.others = true;
+  ranks_changed_ = true;
   config_ = config_for(group_->world());
 }
 

@@ -8,7 +8,7 @@
 // So either all survivors apply a step or no survivor does: a rank that has already applied the step drops
 // the result. Weights, moments and factors are equal on all ranks after a step that all ranks have finished,
 // so the ranks send no state. Residuals differ from rank to rank. The residuals of dead ranks are lost; the
-// ShrinkRecord reports their norms.
+// GroupRecord reports their norms.
 //
 //   a joiner          sends a request (net/membership.h) and waits. The exchange after each step
 //                     notifies all ranks
@@ -119,14 +119,10 @@ class Elastic {
   // Returns whether this process is rank 0 and earlier reports of steps after start() are now void.
   bool takes_back() { return start_ && comm().rank() == 0 && from_checkpoints_ && record_.failed_at; }
   void announced() { announced_ = true; }
-  // Returns the changes to report: `grown` if ranks joined, and `shrunk` if the previous group failed, even
-  // if no rank was lost. Call when the group is ready for its next step. Later losses belong to the next
-  // record.
-  struct Changes {
-    std::optional<GrowRecord> grown;
-    std::optional<ShrinkRecord> shrunk;
-  };
-  Changes resumed();
+  // Returns the changes to report: the joined ranks if any, and the failure of the previous group if it has
+  // failed, even if no rank was lost. Call when the group is ready for its next step. Later losses belong to
+  // the next record.
+  std::vector<GroupRecord> resumed();
   // Enqueues a snapshot on the rank's stream, after a step or before the first: see Snapshots.
   void take_snapshot(const RankState& rank, const Position& position, Snapshots::Pending pending);
   // Records that rank 0 has reported the evaluation after `step`.
@@ -142,22 +138,12 @@ class Elastic {
     std::string why = {};            // the first error since the latest record
     std::optional<std::chrono::steady_clock::time_point> failed_at = {}, stopped_at = {};
   };
-  // The counts that detect a step that breaks repeatedly.
-  struct Retries {
-    int64_t broke_at = -1;  // the newest step that all ranks had finished at the latest agree()
-    bool others = false;    // ranks were lost or replaced since the latest agree()
-    int fruitless = 0;      // regroups without a lost rank or a finished step
-  };
-
   TrainConfig config_for(int world) const;
   int64_t reached() const;  // steps done, as far as this process knows; -1: no state
   void go_back_to_checkpoint();
   std::string remedy() const;
   bool is_joiner();
-  bool is_saved(int64_t step);
-  void number_ranks(const std::vector<ElasticState>& states);
   void agree_on_kept(int64_t step);
-  std::vector<int> lost() const;
 
   const TrainConfig launched_;  // settings at launch
   const bool from_checkpoints_;
@@ -176,7 +162,11 @@ class Elastic {
   bool announced_ = false, finished_ = false;
   int64_t evaluated_ = -1;
   Record record_;
-  Retries retries_;
+  // Detect a step that breaks repeatedly: the newest step that all ranks had finished at the latest agree();
+  // whether ranks were lost or replaced since; and regroups without a lost rank or a finished step.
+  int64_t broke_at_ = -1;
+  bool ranks_changed_ = false;
+  int fruitless_ = 0;
 };
 
 }  // namespace gradwire

@@ -27,9 +27,9 @@
 #include "trainer/measure/ranks.h"
 #include "trainer/model/parameters.h"
 #include "trainer/model/vit.h"
-#include "trainer/train/agreement.h"
 #include "trainer/train/optimizer_state.h"
 #include "trainer/train/rank.h"
+#include "trainer/train/run_reporter.h"
 #include "trainer/train/weight_shards.h"
 
 namespace gradwire {
@@ -91,26 +91,16 @@ namespace {
 // Steps between two agreements: each waits for the latest step. With DriftDetector's 9 steps, a change leads
 // to another plan within 30 steps.
 constexpr int64_t kAgreeEvery = 20;
-constexpr int64_t kErrorEvery = 200;  // steps between measurements of the error, which take one encode
 
 }  // namespace
 
 void RankTrainer::prepare_plan_checks() {
   if (shared_.plan == nullptr || !leads()) return;
-  DriftDetector::Options options{.error_limit = shared_.plan->request.error, .quiet = shared_.quiet};
-  options.predicted = shared_.plan->predicted;
-  if (shared_.replanned != nullptr) options.predicted = shared_.replanned->predicted;
-  drift_.emplace(options);
+  drift_.emplace(shared_.plan->request.error, change_ == nullptr ? 0 : change_->quiet,
+                 change_ == nullptr ? shared_.plan->predicted : change_->record.predicted);
   if (config_.graph || config_.compression == CompressionSpec()) return;  // FP32 has no error
   sample_layout_ = packed_layout(model_.parameters());
   sample_.emplace(config_, model_.parameters(), sample_layout_, stream_.device());
-}
-
-bool RankTrainer::samples_gradients(int64_t step) {
-  // Gradients that are added to residuals are not those of a step.
-  if (!sample_ || (step + 1) % kErrorEvery != 0 || carried_) return false;
-  sampled_ = step;
-  return true;
 }
 
 void RankTrainer::check_plan(const Slot& slot, const Event& end) {
@@ -138,7 +128,7 @@ bool RankTrainer::agree_to_replan(int64_t steps_done) {
   plan_change_->position = position(steps_done);
   plan_change_->clock = reporter_.clock();
   plan_change_->began = std::chrono::steady_clock::now();
-  plan_change_->why = why;
+  plan_change_->record.why = why;
   plan_change_->spec = config_.compression.to_string();
   plan_change_->take(state());
   return true;
@@ -165,16 +155,6 @@ double number_of(const Json& json, const char* key, const std::string& path) {
   return number;
 }
 
-// Returns the measured error of one encode with the plan's spec, or NaN.
-double recorded_error(const Json& choice, const std::string& spec) {
-  const Json prediction = choice.value("prediction", Json());
-  const Json rows = prediction.is_object() ? prediction.value("best", Json()) : Json();
-  for (const Json& row : rows) {
-    if (row.is_object() && row.value("compression", Json()) == spec) return number_in(row, "error");
-  }
-  return std::numeric_limits<double>::quiet_NaN();
-}
-
 // Refuses a plan that this run's request could not have chosen.
 void check_choice(const SavedPlan& plan, const Json& choice, const AutoCompression& request,
                   const TrainConfig& config, std::optional<double> bucket_mb) {
@@ -193,7 +173,12 @@ void check_choice(const SavedPlan& plan, const Json& choice, const AutoCompressi
   if (candidate.empty()) {
     refuse_plan(path, fmt::format("auto may choose {}, not '{}'", fmt::join(specs, ", "), plan.compression));
   }
-  const double error = recorded_error(choice, plan.compression);
+  double error = std::numeric_limits<double>::quiet_NaN();  // of one encode with the plan's spec
+  const Json prediction = choice.value("prediction", Json());
+  for (const Json& row : prediction.is_object() ? prediction.value("best", Json()) : Json()) {
+    if (std::isnan(error) && row.is_object() && row.value("compression", Json()) == plan.compression)
+      error = number_in(row, "error");
+  }
   if (candidate != specs[0] && !(error <= request.error)) {  // FP32 is always allowed
     refuse_plan(path, fmt::format("the error of {} is {}, more than error={}", plan.compression,
                                   std::isfinite(error) ? fmt::format("{:.3g}", error) : "not recorded",
@@ -273,13 +258,23 @@ void SavedPlan::write(const std::string& path, const TrainConfig& config) const 
 
 void DriftDetector::add_step(double links_ms, double step_ms) {
   if (!std::isfinite(links_ms) || !std::isfinite(step_ms)) return;
-  if (++steps_ == options_.quiet) end_quiet_steps();
+  if (++steps_ == quiet_) {  // what has drifted so far counts only if it lasts
+    alarm_.clear();
+    above_ = below_ = 0;
+    streak_ = 0;
+    if (!latest_.empty()) compare_with_prediction(median({latest_.begin(), latest_.end()}));
+  }
   if (steps_ <= kWarmup) return;
   if (links_.size() < kBaseline) {
     links_.push_back(links_ms);
     steps_ms_.push_back(step_ms);
-    if (links_.size() == kBaseline) set_baseline();
-    return;
+    if (links_.size() < kBaseline) return;
+    constexpr double kNormal = 1.4826;  // a normal variable's deviation per median absolute deviation
+    median_ = median(links_);
+    std::vector<double> distances;
+    for (double ms : links_) distances.push_back(std::abs(ms - median_));
+    deviation_ = std::max(kNormal * median(std::move(distances)), kLeast * median(steps_ms_));
+    return compare_with_prediction(median_);
   }
   const double z = std::clamp((links_ms - median_) / deviation_, -kMost, kMost);
   above_ = std::max(0.0, above_ + z - kSlack);
@@ -292,141 +287,93 @@ void DriftDetector::add_step(double links_ms, double step_ms) {
                        milliseconds(median({latest_.begin(), latest_.end()})), milliseconds(median_));
 }
 
-void DriftDetector::set_baseline() {
-  constexpr double kNormal = 1.4826;  // a normal variable's deviation per median absolute deviation
-  median_ = median(links_);
-  std::vector<double> distances;
-  for (double ms : links_) distances.push_back(std::abs(ms - median_));
-  deviation_ = std::max(kNormal * median(std::move(distances)), kLeast * median(steps_ms_));
-  compare_with_prediction(median_);
-}
-
 void DriftDetector::compare_with_prediction(double links_ms) {
-  if (!options_.predicted) return;
-  const double links = options_.predicted->parts.links_ms, step = median(steps_ms_);
+  if (!predicted_) return;
+  const double links = predicted_->parts.links_ms, step = median(steps_ms_);
   const bool differs = links_ms > 2 * links || links > 2 * links_ms;
-  if (options_.predicted->holds(step) || !differs || std::abs(links_ms - links) < 0.1 * step) return;
+  if (predicted_->holds(step) || !differs || std::abs(links_ms - links) < 0.1 * step) return;
   alarm_ = fmt::format("the links take {} ms per step instead of the predicted {} ms", milliseconds(links_ms),
                        milliseconds(links));
 }
 
-void DriftDetector::end_quiet_steps() {
-  alarm_.clear();
-  above_ = below_ = 0;
-  streak_ = 0;
-  if (!latest_.empty()) compare_with_prediction(median({latest_.begin(), latest_.end()}));
-}
-
 void DriftDetector::add_error(double error) {
-  streak_ = error <= options_.error_limit ? 0 : streak_ + 1;
+  streak_ = error <= error_limit_ ? 0 : streak_ + 1;
   if (streak_ < kStreak || !alarm_.empty()) return;
-  alarm_ = fmt::format("one encode has an error of {:.3g}, more than {:.3g}", error, options_.error_limit);
+  alarm_ = fmt::format("one encode has an error of {:.3g}, more than {:.3g}", error, error_limit_);
 }
 
 namespace {
 
-using Weights = std::shared_ptr<const std::vector<float>>;  // laid out as packed_layout()
-
-// Forward and backward of a rank's first batch, with the weights from which the run starts or continues.
-class FirstStep {
- public:
-  FirstStep(const TrainConfig& config, const DataSplits& data, Weights weights, Communicator& comm,
-            const Stream& stream)
-      : stream_(stream),
-        layout_(packed_layout(vit_parameters(config.model))),
-        loader_(data.train, train_loader(config, comm, 0)),
-        model_(config.model, stream, layout_,
-               {.max_batch = config.batch_size,
-                .precision = config.precision,
-                .groups = gradient_groups(config, comm.device(), comm.world())}),
-        gradients_(make_buffer<float>(comm.device(), layout_.elements)),
-        totals_(make_buffer<double>(comm.device(), 2)),
-        scale_(static_cast<float>(comm.world()) / static_cast<float>(config.global_batch())),
-        weights_(std::move(weights)) {
-    fill_zero(stream_, gradients_.data(), gradients_.bytes());  // gaps between tensors stay zero
-    model_.load(*weights_);
-    batch_ = loader_.next(stream_);
-    stream_.synchronize();
-  }
-
-  Timing time(double budget_ms) {
-    return time_runs(
-        stream_, [&] { enqueue(); }, budget_ms);
-  }
-
-  // Returns the gradients after one update by this rank's own gradients. A new model's head is zero, so that
-  // its first gradients are zero below the head. The update moves each weight equally, as AdamW's first does.
-  std::vector<float> gradients_after_update() {
-    constexpr float kUpdate = 1e-3f;
-    std::vector<float> weights = *weights_;
-    const std::vector<float> first = gradients();
-    for (size_t i = 0; i < weights.size(); ++i) {
-      if (first[i] != 0) weights[i] -= std::copysign(kUpdate, first[i]);
-    }
-    model_.load(weights);
-    return gradients();
-  }
-
-  // Returns the time of a step of the run's optimizer, which changes the weights.
-  double optimizer_ms(const TrainConfig& config, double budget_ms) {
-    Optimizer optimizer(config, stream_, {{0, layout_.elements}}, optimizer_matrices(config, layout_));
-    optimizer.prepare(stream_, 0, config.lr);
-    const auto step = [&] {
-      optimizer.step(stream_, {model_.weights().as<float>()}, {gradients_.as<const float>()},
-                     model_.rounded_weights());
-    };
-    return time_runs(stream_, step, budget_ms).mean_ms;
-  }
-
-  std::vector<float> gradients() {
-    enqueue();
-    return to_host(stream_, gradients_.as<const float>(), layout_.elements);
-  }
-
- private:
-  void enqueue() {
-    model_.forward(batch_.images, batch_.count);
-    model_.backward(batch_.labels, totals_.as<double>(), scale_, gradients_.as<float>(), false, {});
-  }
-
-  const Stream stream_;
-  const ParameterLayout layout_;
-  Loader loader_;
-  Vit model_;
-  Buffer gradients_, totals_;
-  const float scale_;
-  const Weights weights_;
-  Loader::Batch batch_;
+// What the ranks measure on a rank's first batch, with the weights from which the run starts or continues.
+struct FirstStep {
+  Timing timing;  // of forward and backward
+  double optimizer_ms = 0;
+  std::vector<float> gradients;
 };
 
-// Returns the tensors of the largest bucket.
-std::vector<GradientTensor> largest_bucket(const std::vector<GradientTensor>& tensors, int64_t bucket_bytes) {
-  const std::vector<BucketRange> buckets = lay_out(tensors, 1, bucket_bytes).buckets;
-  const BucketRange& largest = *std::ranges::max_element(buckets, {}, &BucketRange::elements);
-  return {tensors.begin() + largest.first_tensor, tensors.begin() + largest.last_tensor};
+// `starts`: returns the gradients after one update by this rank's own gradients. A new model's head is zero,
+// so that its first gradients are zero below the head. The update moves each weight equally, as AdamW's first
+// does.
+FirstStep measure_first_step(const TrainConfig& config, const DataSplits& data, std::vector<float> weights,
+                             bool starts, Communicator& comm, const Stream& stream, double budget_ms) {
+  constexpr double kOptimizerBudgetMs = 100;
+  constexpr float kUpdate = 1e-3f;
+  const ParameterLayout layout = packed_layout(vit_parameters(config.model));
+  Loader loader(data.train, train_loader(config, comm, 0));
+  Vit model(config.model, stream, layout,
+            {.max_batch = config.batch_size,
+             .precision = config.precision,
+             .groups = gradient_groups(config, comm.device(), comm.world())});
+  const Buffer flat = make_buffer<float>(comm.device(), layout.elements);
+  const Buffer totals = make_buffer<double>(comm.device(), 2);
+  fill_zero(stream, flat.data(), flat.bytes());  // gaps between tensors stay zero
+  model.load(weights);
+  const Loader::Batch batch = loader.next(stream);
+  stream.synchronize();
+  const float scale = static_cast<float>(comm.world()) / static_cast<float>(config.global_batch());
+  const auto step = [&] {
+    model.forward(batch.images, batch.count);
+    model.backward(batch.labels, totals.as<double>(), scale, flat.as<float>(), false, {});
+  };
+  const auto gradients = [&] {
+    step();
+    return to_host(stream, flat.as<const float>(), layout.elements);
+  };
+  FirstStep out{.timing = time_runs(stream, step, budget_ms), .optimizer_ms = 0, .gradients = gradients()};
+  if (starts) {
+    for (size_t i = 0; i < weights.size(); ++i) {
+      if (out.gradients[i] != 0) weights[i] -= std::copysign(kUpdate, out.gradients[i]);
+    }
+    model.load(weights);
+    out.gradients = gradients();
+  }
+  Optimizer optimizer(config, stream, {{0, layout.elements}}, optimizer_matrices(config, layout));
+  optimizer.prepare(stream, 0, config.lr);
+  const auto update = [&] {
+    optimizer.step(stream, {model.weights().as<float>()}, {flat.as<const float>()}, model.rounded_weights());
+  };
+  out.optimizer_ms = time_runs(stream, update, kOptimizerBudgetMs).mean_ms;
+  return out;
 }
 
 // `starts`: the weights are those from which a run starts.
 RanksReport measure_and_choose(const TrainConfig& config, const Choices& choices, const DataSplits& data,
-                               const Weights& weights, bool starts, Communicator& comm) {
+                               const std::vector<float>& weights, bool starts, Communicator& comm) {
   const std::vector<GradientTensor> tensors = gradient_tensors(config.model);
-  constexpr double kOptimizerBudgetMs = 100;
+  const std::vector<BucketRange> buckets = lay_out(tensors, 1, config.bucket_bytes()).buckets;
+  const BucketRange& largest = *std::ranges::max_element(buckets, {}, &BucketRange::elements);
   std::vector<float> gradients;
-  double optimizer_ms = 0;
-  Examination what{.choices = choices, .bucket = largest_bucket(tensors, config.bucket_bytes())};
+  Examination what{.choices = choices,
+                   .bucket = {tensors.begin() + largest.first_tensor, tensors.begin() + largest.last_tensor}};
   what.compute = [&](const Stream& stream, double budget_ms) {
-    FirstStep first(config, data, weights, comm, stream);
-    const Timing timing = first.time(budget_ms);
-    // All ranks take as long, so that none waits for rank 0.
-    std::vector<float> later = starts ? first.gradients_after_update() : first.gradients();
-    if (comm.rank() == 0) gradients = std::move(later);
-    optimizer_ms = first.optimizer_ms(config, kOptimizerBudgetMs);
-    return timing;
+    // All ranks measure the same, so that none waits for rank 0.
+    FirstStep first = measure_first_step(config, data, weights, starts, comm, stream, budget_ms);
+    if (comm.rank() == 0) gradients = std::move(first.gradients);
+    return std::pair(first.timing, first.optimizer_ms);
   };
-  what.optimizer_ms = [&] { return optimizer_ms; };
   what.error = [&](const std::string& spec) {
     // A failure ends a run that has not started, but not a run in its steps.
-    if (starts) return encode_errors(comm.device(), tensors, gradients, {spec})[0];
+    if (starts) return encode_error(comm.device(), tensors, gradients, spec);
     return try_encode_error(comm.device(), tensors, gradients, spec)
         .value_or(std::numeric_limits<double>::quiet_NaN());
   };
@@ -447,7 +394,7 @@ RanksReport choose_compression(const TrainConfig& config, const AutoPlan& plan, 
   InitialWeights initial(config.seed, starts ? config.init : weights_path(config.resume));
   const auto examine = [&](Communicator& mine) {
     const std::vector<VitParameter> parameters = vit_parameters(config.model);
-    return measure_and_choose(config, plan.choices, data, initial.get(parameters, packed_layout(parameters)),
+    return measure_and_choose(config, plan.choices, data, *initial.get(parameters, packed_layout(parameters)),
                               starts, mine);
   };
   if (comm == nullptr) return examine_group(config, nullptr, examine);
@@ -469,12 +416,11 @@ RanksReport choose_compression(const TrainConfig& config, const AutoPlan& plan, 
 }
 
 RanksReport choose_again(const TrainConfig& config, const AutoPlan& plan, const DataSplits& data,
-                         std::vector<float> weights, Communicator& comm) {
+                         const std::vector<float>& weights, Communicator& comm) {
   Choices choices = plan.choices;
   const std::string spec = config.compression.to_string();
   if (std::ranges::find(choices.specs, spec) == choices.specs.end()) choices.specs.push_back(spec);
-  RanksReport report = measure_and_choose(
-      config, choices, data, std::make_shared<std::vector<float>>(std::move(weights)), false, comm);
+  RanksReport report = measure_and_choose(config, choices, data, weights, false, comm);
   comm.set_link_costs(report.links);
   Recommendation& r = report.recommendation;
   const auto present = std::ranges::find(r.best, spec, &Prediction::spec);

@@ -24,10 +24,10 @@ namespace gradwire {
 struct PlanChange {
   Position position;
   RunReporter::Clock clock;
-  // The end of the last step, and what has drifted since the plan began (on rank 0).
-  std::chrono::steady_clock::time_point began;
-  std::string why;
-  std::string spec;  // whose codecs' state this is
+  std::chrono::steady_clock::time_point began;  // the end of the last step
+  ReplanRecord record;                          // `why`: what has drifted since the plan began; on rank 0
+  int64_t quiet = 0;                            // steps before the next plan may be questioned
+  std::string spec;                             // whose codecs' state this is
   // Laid out as packed_layout(), because another bucket size may change the reducer's layout.
   std::vector<float> weights;
   std::vector<std::vector<float>> moments;
@@ -87,26 +87,24 @@ class DriftDetector {
   static constexpr int kStreak = 2;
   static constexpr size_t kLatest = 8;
 
-  struct Options {
-    double error_limit = std::numeric_limits<double>::infinity();  // the largest error of one encode
-    int64_t quiet = 0;                                             // steps without an alarm
-    std::optional<PredictedStep> predicted = {};
-  };
-  explicit DriftDetector(const Options& options) : options_(options) {}
+  // `error_limit`: the largest error of one encode. `quiet`: steps without an alarm.
+  explicit DriftDetector(double error_limit = std::numeric_limits<double>::infinity(), int64_t quiet = 0,
+                         const std::optional<PredictedStep>& predicted = {})
+      : error_limit_(error_limit), quiet_(quiet), predicted_(predicted) {}
 
   // Adds a step: the time of its exchanges, and the whole step. Ignores times that are not numbers.
   void add_step(double links_ms, double step_ms);
   // Adds a check of the error of one encode.
   void add_error(double error);
   // Returns what has drifted: "links take 310 ms per step instead of 12.1 ms"; empty while nothing has.
-  std::string alarm() const { return steps_ < options_.quiet ? "" : alarm_; }
+  std::string alarm() const { return steps_ < quiet_ ? "" : alarm_; }
 
  private:
-  void set_baseline();
   void compare_with_prediction(double links_ms);
-  void end_quiet_steps();
 
-  const Options options_;
+  const double error_limit_;
+  const int64_t quiet_;
+  const std::optional<PredictedStep> predicted_;
   int64_t steps_ = 0;
   std::vector<double> links_, steps_ms_;  // of the baseline
   std::deque<double> latest_;             // the links' times of the last kLatest steps
@@ -137,7 +135,7 @@ RanksReport choose_compression(const TrainConfig& config, const AutoPlan& plan, 
 // Does the same between two steps of the run, with the run's weights (packed_layout()) and its communicator.
 // The present choice counts as a candidate, and is kept if it is within a tie of the best.
 RanksReport choose_again(const TrainConfig& config, const AutoPlan& plan, const DataSplits& data,
-                         std::vector<float> weights, Communicator& comm);
+                         const std::vector<float>& weights, Communicator& comm);
 
 // Return the choice's prediction, and its record for the log. `step`: steps done; `why`: the reason for a
 // choice during the run.

@@ -15,13 +15,15 @@
 #include "runtime/util/error.h"
 #include "runtime/util/signals.h"
 #include "trainer/measure/peaks.h"
-#include "trainer/train/agreement.h"
 #include "trainer/train/optimizer_state.h"
 #include "trainer/train/plan_change.h"
+#include "trainer/train/run_reporter.h"
 #include "trainer/train/weight_shards.h"
 
 namespace gradwire {
 namespace {
+
+constexpr int64_t kErrorEvery = 200;  // steps between measurements of the error, which take one encode
 
 // Returns the first step to capture: a step can be captured after one normal run (kernels loaded, connections
 // open), and once all later steps are alike.
@@ -39,35 +41,36 @@ int64_t first_graph_step(const TrainConfig& config, Communicator& comm, const Re
 // Finds the first step and its position in the data. With another world size, the global batch changes. The
 // run then continues at the first whole batch after the images already used, so that no image is used twice
 // in an epoch.
-RankTrainer::Start RankTrainer::find_start(const SharedRun& shared, Communicator& comm) {
-  const TrainConfig& config = shared.config;
+RankTrainer::Start RankTrainer::find_start() const {
   Start start;
   Position at;
-  if (!config.resume.empty()) {
-    start.from = read_head(config.resume);
-    if (start.from->links && start.from->world == comm.world()) comm.set_link_costs(*start.from->links);
+  if (!config_.resume.empty()) {
+    start.from = read_head(config_.resume);
+    if (start.from->links && start.from->world == comm_.world()) comm_.set_link_costs(*start.from->links);
     at = start.from->position;
   }
-  if (shared.elastic != nullptr && shared.elastic->start()) {
-    start.again = &*shared.elastic->start();
+  if (shared_.elastic != nullptr && shared_.elastic->start()) {
+    start.again = &*shared_.elastic->start();
     at = start.again->position;
   }
-  if (shared.plan_change != nullptr) at = shared.plan_change->position;
+  if (change_ != nullptr) at = change_->position;
   const int64_t per_epoch =
-      batches_per_epoch(shared.data.train, train_loader(config, comm, 0)) / config.accumulate;
-  const int64_t batch = config.global_batch();
+      batches_per_epoch(shared_.data.train, train_loader(config_, comm_, 0)) / config_.accumulate;
+  const int64_t batch = config_.global_batch();
   const int64_t within = std::min(at.images / batch + (at.images % batch != 0), per_epoch);
   start.step = at.step;
   start.data_step = at.epoch * per_epoch + within;
   return start;
 }
 
-RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
-    : shared_(shared),
-      config_(shared.config),
+RankTrainer::RankTrainer(const TrainConfig& config, const SharedRun& shared, Communicator& comm,
+                         const PlanChange* change)
+    : config_(config),
+      shared_(shared),
       comm_(comm),
+      change_(change),
       stream_(Stream::create(comm.device(), "compute")),
-      start_(find_start(shared, comm)),
+      start_(find_start()),
       trace_(config_, comm, shared.trace, shared.instant),
       loader_(shared.data.train, train_loader(config_, comm, start_.data_step * config_.accumulate)),
       reducer_(comm, config_.compression, gradient_tensors(config_.model),
@@ -84,7 +87,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       optimizer_(config_, stream_, reducer_.owned(), optimizer_matrices(config_, layout_)),
       images_(part_of_batch(config_.micro_batch(), comm.rank(), comm.world())),
       reporter_(config_, comm, reducer_, shared.reports, shared.observer, images_,
-                shared.plan_change != nullptr ? shared.plan_change->clock : RunReporter::Clock{}),
+                change != nullptr ? change->clock : RunReporter::Clock{}),
       steps_per_epoch_(loader_.batches_per_epoch() / config_.accumulate),
       graph_from_(first_graph_step(config_, comm, reducer_, start_.step)),
       gradients_(reducer_.gradients().as<float>()),
@@ -93,12 +96,14 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
   stream_.synchronize();
   if (config_.divides_optimizer()) shards_.emplace(config_, comm, stream_, reducer_, model_);
   const bool snapshot = start_.again != nullptr && !shared.elastic->from_checkpoints();
-  if (start_.from || snapshot || shared.plan_change != nullptr) {
+  if (start_.from || snapshot || change != nullptr) {
     restore();
+    stream_.synchronize();
   } else {
-    load(*shared.initial.get(model_.parameters(), layout_));
+    const auto initial = shared.initial.get(model_.parameters(), layout_);
+    shards_ ? shards_->take_weights(initial->data()) : model_.load(*initial);
+    stream_.synchronize();  // waits before the initial weights are freed
   }
-  stream_.synchronize();
   if (leads() && !config_.gradients_directory.empty()) {
     dump_.emplace(config_, model_.parameters(), layout_, stream_.device());
   }
@@ -119,12 +124,12 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
 }
 
 void RankTrainer::create_slots() {
+  const auto timer = [&] { return Event::create_timer(comm_.device()); };
   for (Slot& slot : slots_) {
-    auto event = [&] { return Event::create_timer(comm_.device()); };
     for (int64_t i = 0; i < config_.accumulate; ++i)
-      slot.micros.push_back({event(), event(), event(), event()});
-    slot.reduced = event();
-    slot.end = event();
+      slot.micros.push_back({timer(), timer(), timer(), timer()});
+    slot.reduced = timer();
+    slot.end = timer();
     slot.snapshot_done = Event::create(comm_.device());
     slot.totals = Buffer::pinned(comm_.device(), 2 * sizeof(double));
     if (deferred_) deferred_->prepare(slot);
@@ -181,7 +186,9 @@ void RankTrainer::run() {
   }
   catch_up();
   if (config_.trace_steps.end == config_.steps) profile(config_, comm_, stream_, config_.steps);
-  finish_run();
+  reporter_.report_end(
+      parameter_hash(to_host(stream_, model_.weights().as<const float>(), layout_.elements)));
+  if (leads() && shared_.elastic != nullptr) shared_.elastic->finished();
 }
 
 bool RankTrainer::evaluation_follows(int64_t step) const {
@@ -197,19 +204,19 @@ bool RankTrainer::checkpoint_follows(int64_t step) const {
 
 bool RankTrainer::end_check_follows(int64_t step) const {
   const bool may_end = !config_.checkpoint_directory.empty() || config_.ends_diverged;
-  return may_end && step + 1 < config_.steps && step + 1 >= end_check_.next;
+  return may_end && step + 1 < config_.steps && step + 1 >= agrees_next_;
 }
 
 bool RankTrainer::agree_to_end(int64_t steps_done, bool saved) {
   // The steps to the next agreement, of which rank 0's number holds: as many as took a second.
   const auto now = std::chrono::steady_clock::now();
-  const auto steps = static_cast<double>(steps_done - std::max(end_check_.step, start_.step));
-  const std::chrono::duration<double> took = now - end_check_.at;
+  const auto steps = static_cast<double>(steps_done - std::max(agreed_at_, start_.step));
+  const std::chrono::duration<double> took = now - agreed_;
   const double diverged = config_.ends_diverged && reporter_.diverged() ? 1 : 0;
   const std::vector<double> mine{static_cast<double>(requested_end()), diverged,
                                  std::clamp(std::floor(steps / took.count()), 1.0, 2 * steps)};
   const auto all = all_gather(comm_.transport(), stream_, mine, "whether the run ends");
-  end_check_ = {steps_done, steps_done + static_cast<int64_t>(all[0][2]), now};
+  agreed_at_ = steps_done, agrees_next_ = steps_done + static_cast<int64_t>(all[0][2]), agreed_ = now;
   const int signal = static_cast<int>((*std::max_element(all.begin(), all.end()))[0]);
   if (signal == 0) return all[0][1] != 0;
   if (!saved) save(steps_done);
@@ -220,10 +227,10 @@ bool RankTrainer::agree_to_end(int64_t steps_done, bool saved) {
 }
 
 void RankTrainer::start_run() {
-  if (shared_.replanned != nullptr) {
+  if (change_ != nullptr) {
     if (!leads()) return;
-    ReplanRecord record = *shared_.replanned;
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - shared_.plan_change->began;
+    ReplanRecord record = change_->record;
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - change_->began;
     record.seconds = took.count();
     record.buckets = reducer_.buckets();
     record.schedule = reducer_.schedule();
@@ -236,9 +243,9 @@ void RankTrainer::start_run() {
     return;
   }
   if (shared_.elastic->takes_over() || shared_.elastic->takes_back()) announce();
-  const Elastic::Changes changes = shared_.elastic->resumed();
-  if (leads() && changes.grown) shared_.observer.on_grow(*changes.grown);
-  if (leads() && changes.shrunk) shared_.observer.on_shrink(*changes.shrunk);
+  for (const GroupRecord& change : shared_.elastic->resumed()) {
+    if (leads()) shared_.observer.on_group(change);
+  }
   if (start_.again->evaluation) evaluate(start_.step);
   if (start_.again->checkpoint) save(start_.step);
 }
@@ -269,13 +276,6 @@ void RankTrainer::take_snapshot(int64_t steps_done) {
   shared_.elastic->take_snapshot(
       state(), position(steps_done),
       {.evaluation = !first && evaluation_follows(last), .checkpoint = !first && checkpoint_follows(last)});
-}
-
-// Loads the model's weights or, with --shard, this rank's shards. `weights`: all weights, in host memory.
-void RankTrainer::load(std::span<const float> weights) {
-  if (!shards_) return model_.load(weights);
-  shards_->take_weights(weights.data());
-  stream_.synchronize();  // waits before the caller frees the memory
 }
 
 void RankTrainer::evaluate(int64_t steps_done) {
@@ -314,8 +314,8 @@ RankState RankTrainer::state() {
 }
 
 void RankTrainer::restore() {
-  if (shared_.plan_change != nullptr) {
-    carried_ = shared_.plan_change->restore(state(), config_.compression);
+  if (change_ != nullptr) {
+    carried_ = change_->restore(state(), config_.compression);
   } else {
     carried_ =
         start_.from ? restore_checkpoint(state(), config_, *start_.from) : shared_.elastic->restore(state());
@@ -325,12 +325,6 @@ void RankTrainer::restore() {
   } else {
     model_.round_weights();
   }
-}
-
-void RankTrainer::finish_run() {
-  reporter_.report_end(
-      parameter_hash(to_host(stream_, model_.weights().as<const float>(), layout_.elements)));
-  if (leads() && shared_.elastic != nullptr) shared_.elastic->finished();
 }
 
 // One step of a rank: enqueues the work of a step, and reads the results of the previous step.
@@ -394,7 +388,9 @@ void RankTrainer::enqueue_work(Slot& slot) {
         "gradients of step {} begin with the checkpoint's residuals; dump a later step",
         step);
   }
-  const bool samples = samples_gradients(step);
+  // Gradients that are added to residuals are not those of a step.
+  const bool samples = sample_ && (step + 1) % kErrorEvery == 0 && !carried_;
+  if (samples) sampled_ = step;
   const std::function<void(int)> ready = [&](int i) {
     if (dumps) dump_->take(stream_, i, reducer_.gradient(i));
     if (samples) sample_->take(stream_, i, reducer_.gradient(i));
@@ -426,13 +422,9 @@ void RankTrainer::enqueue_work(Slot& slot) {
   }
   carried_ = false;
   if (deferred_) return deferred_->begin(slot, gradients_, slot.lr);
-  enqueue_update(slot);
-}
-
-void RankTrainer::enqueue_update(Slot& slot) {
   reducer_.wait(stream_);
   slot.reduced.record(stream_);
-  NvtxRange range(Activity::optimizer, slot.step);
+  const NvtxRange update(Activity::optimizer, step);
   if (shards_) {
     optimizer_.step(stream_, shards_->weights(), gradients_);
     shards_->share_weights();
@@ -464,12 +456,8 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   slot.wait_end = std::chrono::steady_clock::now();
   comm_.check();
   if (dump_ && slot.step == config_.gradients_step) dump_->write();
-  reporter_.report_step({.marks = slot,
-                         .end = end,
-                         .totals = slot.totals.as<double>(),
-                         .epoch = data_step(slot.step) / steps_per_epoch_,
-                         .lr = slot.lr,
-                         .weights = shards_ ? shards_->sent() : WeightShards::Sent()});
+  reporter_.report_step(slot, end, slot.totals.as<double>(), data_step(slot.step) / steps_per_epoch_, slot.lr,
+                        shards_ ? shards_->sent() : WeightShards::Sent());
   if (drift_) check_plan(slot, end);
   if (deferred_) deferred_->measured(slot.backward_ms(), reducer_.stats(slot.step).comm_ms);
   trace_.add(slot, end, stream_.name(), reducer_);

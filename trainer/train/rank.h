@@ -97,10 +97,8 @@ class InitialWeights {
 
 struct AutoPlan;  // plan_change.h
 
-// The objects that all ranks of a run share, and a rank's state after a change of plan. They outlive the
-// ranks.
+// The objects that all ranks of a run share. They outlive the ranks.
 struct SharedRun {
-  const TrainConfig& config;
   const DataSplits& data;
   RunObserver& observer;  // called only by rank 0
   RankReports& reports;
@@ -111,15 +109,14 @@ struct SharedRun {
   Elastic* elastic = nullptr;    // null without --elastic
   // --compression auto: the request, so that the run can choose again; null: the compression does not change.
   const AutoPlan* plan = nullptr;
-  // After a change of plan, this rank's state, the record, and the steps before the next change.
-  const PlanChange* plan_change = nullptr;
-  const ReplanRecord* replanned = nullptr;
-  int64_t quiet = 0;
 };
 
 class RankTrainer {
  public:
-  RankTrainer(const SharedRun& shared, Communicator& comm);
+  // `change`: after a change of plan, the state from which this rank continues. All references must outlive
+  // the object.
+  RankTrainer(const TrainConfig& config, const SharedRun& shared, Communicator& comm,
+              const PlanChange* change = nullptr);
   // Waits for all enqueued work. After a failure, abort the communicator first, or the destructor waits for a
   // peer.
   ~RankTrainer();
@@ -154,7 +151,7 @@ class RankTrainer {
     int64_t step = 0;
     int64_t data_step = 0;  // number of steps that use the same amount of data with the current global batch
   };
-  static Start find_start(const SharedRun& shared, Communicator& comm);
+  Start find_start() const;
   // Converts `step` to the number that it would have if the whole run had used the current global batch.
   int64_t data_step(int64_t step) const { return step - start_.step + start_.data_step; }
 
@@ -171,10 +168,8 @@ class RankTrainer {
   // Enqueues a snapshot of the state after `steps_done` steps, for --elastic.
   void take_snapshot(int64_t steps_done);
   void enqueue_step(int64_t step);
-  void load(std::span<const float> weights);
   Loader::Batch next_batch(int64_t step);
   void enqueue_graph(Slot& slot);
-  void enqueue_update(Slot& slot);
   // Enqueues the work that a graph can capture: forward, backward, communication, optimizer.
   void enqueue_work(Slot& slot);
   // Waits until step `slot.step` is done, and reports it. `next_start`: the mark at which the next step
@@ -184,11 +179,8 @@ class RankTrainer {
   void save(int64_t steps_done);
   RankState state();  // returns the state for checkpoints
   void restore();
-  void finish_run();
   // plan_change.cpp: whether the plan of --compression auto still holds.
   void prepare_plan_checks();
-  // Returns whether to copy the gradients of this step, whose encode error is then measured.
-  bool samples_gradients(int64_t step);
   void check_plan(const Slot& slot, const Event& end);
   // Returns whether the ranks agree after `step` on whether to continue with the plan.
   bool plan_check_follows(int64_t step) const;
@@ -199,9 +191,10 @@ class RankTrainer {
   // run ends because it has diverged.
   bool agree_to_end(int64_t steps_done, bool saved);
 
-  const SharedRun& shared_;
   const TrainConfig& config_;
+  const SharedRun& shared_;
   Communicator& comm_;
+  const PlanChange* const change_;
   Stream stream_;
   const Start start_;
   RankTrace trace_;
@@ -226,11 +219,9 @@ class RankTrainer {
   ParameterLayout sample_layout_;
   int64_t sampled_ = -1;                   // the step of these gradients
   std::optional<PlanChange> plan_change_;  // the run continues with another plan
-  // The latest agreement on whether to end, and the steps done at the next.
-  struct EndCheck {
-    int64_t step = 0, next = 0;
-    std::chrono::steady_clock::time_point at = std::chrono::steady_clock::now();
-  } end_check_;
+  // The latest agreement on whether to end: the steps done, then and at the next agreement, and the time.
+  int64_t agreed_at_ = 0, agrees_next_ = 0;
+  std::chrono::steady_clock::time_point agreed_ = std::chrono::steady_clock::now();
   bool joiners_wait_ = false;  // joiners were waiting at the latest harvested step
   bool carried_ = false;  // the gradient buffer has a checkpoint's residuals, to which the first step adds
 };

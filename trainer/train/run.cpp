@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,77 +20,52 @@
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/data/dataset.h"
-#include "trainer/train/agreement.h"
 #include "trainer/train/elastic.h"
 #include "trainer/train/plan_change.h"
 #include "trainer/train/rank.h"
+#include "trainer/train/run_reporter.h"
 
 namespace gradwire {
 
-// A rank's run from start to end: one RankTrainer or, with --compression auto, one after another, each with
-// the plan that was the best when it began.
-
-class RankRun {
- public:
-  // Prepares a run. `shared` and `comm` must outlive the object.
-  RankRun(const SharedRun& shared, Communicator& comm);
-  ~RankRun();
-  RankRun(const RankRun&) = delete;
-
-  // Trains to the end of the run or, with --elastic, until the group has grown.
-  void run();
-  // Adds this rank's spans to the trace file after a failure.
-  void keep_trace();
-
- private:
-  void replan();
-
-  TrainConfig config_;  // with the latest plan
-  SharedRun shared_;
-  Communicator& comm_;
-  std::optional<PlanChange> plan_change_;
-  std::optional<ReplanRecord> record_;
-  int64_t quiet_ = 0;  // steps before the next plan may be questioned
-  std::unique_ptr<RankTrainer> trainer_;
-};
-
 namespace {
 
-// Keeps the first error, and aborts all other ranks.
-class Failure {
- public:
-  Failure(std::vector<std::unique_ptr<Communicator>>& comms, RankReports& reports)
-      : comms_(comms), reports_(reports) {}
+// After a plan that was questioned and kept, the next alarm must wait, twice as long each time.
+constexpr int64_t kFirstQuiet = 100, kMostQuiet = 10'000;
 
-  // Records the current exception as the failure of `rank`. Call inside a catch block of the rank's thread.
-  void report(int rank) {
-    std::lock_guard lock(mutex_);
-    if (first_) return;  // later errors are consequences of the first
-    first_ = std::current_exception();
-    text_ = fmt::format("rank {} failed", rank);
-    try {
-      throw;
-    } catch (const std::exception& error) {
-      text_ += fmt::format(": {}", text_of(error));
-    } catch (...) {
+// Runs a rank from start to end, or until the group has grown (--elastic): one RankTrainer or, with
+// --compression auto, one after another, each with the plan that was the best when it began. After an error,
+// calls `abort`, so that no rank waits for another, and adds the rank's spans to the trace file.
+void run_rank(TrainConfig config, const SharedRun& shared, Communicator& comm,
+              const std::function<void(const std::exception&)>& abort) {
+  std::optional<PlanChange> change;
+  std::unique_ptr<RankTrainer> trainer;  // its destructor waits for the rank's stream: after `abort`
+  try {
+    while (true) {
+      trainer = std::make_unique<RankTrainer>(config, shared, comm, change ? &*change : nullptr);
+      if (change) change->free();
+      trainer->run();
+      if (!trainer->plan_change()) return;
+      PlanChange next = std::move(*trainer->plan_change());
+      trainer.reset();  // frees the memory that the measurement needs
+      ReplanRecord& record = next.record;
+      record.before = plan_flags(config);
+      const RanksReport report = choose_again(config, *shared.plan, shared.data, next.weights, comm);
+      apply_choice(report, config);
+      config.resume.clear();  // `next` has the state
+      record.step = next.position.step;
+      record.after = plan_flags(config);
+      record.predicted = predicted_step(report);
+      record.choice = choice_record(report, shared.plan->request, config.model, record.step, record.why);
+      const int64_t quiet = std::clamp(2 * (change ? change->quiet : 0), kFirstQuiet, kMostQuiet);
+      next.quiet = record.before == record.after ? quiet : 0;
+      change = std::move(next);
     }
-    reports_.abort(text_);
-    for (auto& comm : comms_) comm->abort(text_);
+  } catch (const std::exception& error) {
+    abort(error);
+    if (trainer) trainer->keep_trace();
+    throw;
   }
-
-  bool happened() const { return first_ != nullptr; }
-  const std::string& text() const { return text_; }
-  void rethrow() {
-    if (first_) std::rethrow_exception(first_);
-  }
-
- private:
-  std::vector<std::unique_ptr<Communicator>>& comms_;
-  RankReports& reports_;
-  std::mutex mutex_;
-  std::exception_ptr first_;
-  std::string text_;
-};
+}
 
 void check(const TrainConfig& config, const DataSplits& data) {
   auto positive = [](const char* what, int64_t value) {
@@ -120,14 +96,14 @@ std::optional<FolderLock> lock_checkpoints(const TrainConfig& config, bool takes
 // grows. `about_data`: the result of described_data().
 void run_in_group(const TrainConfig& config, const DataSplits& data, const std::string& about_data,
                   RunObserver& observer, Communicator& comm, Elastic* elastic, const AutoPlan* plan) {
-  std::unique_ptr<RankRun> run;
   MessageRankReports reports(comm);
   InitialWeights initial(config.seed, config.init);
   Peaks peaks;
   std::optional<TraceFile> trace;
-  SharedRun shared{config, data, observer, reports, initial, &peaks, nullptr};
+  SharedRun shared{data, observer, reports, initial, &peaks};
   shared.elastic = elastic;
   if (plan != nullptr && plan->request.replan) shared.plan = plan;
+  bool began = false;
   try {
     if (!config.trace.empty()) shared.trace = &trace.emplace(config, comm.rank());
     if (elastic != nullptr && !elastic->agree()) return;
@@ -151,17 +127,13 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, const std::
       if (comm.rank() == 0) peaks = measure_peaks(comm.device(), config.precision);
       comm.barrier();
     }
-    run = std::make_unique<RankRun>(shared, comm);
-    run->run();
+    began = true;
+    run_rank(config, shared, comm, [&](const std::exception& error) { comm.abort(error.what()); });
     if (elastic != nullptr && elastic->has_grown()) return;
     comm.barrier();  // passes an error of rank 0 at the end to all ranks
   } catch (const std::exception& error) {
     comm.abort(error.what());
-    if (run && shared.trace != nullptr) {
-      run->keep_trace();
-      trace->write_rest(error.what());
-    }
-    run.reset();  // waits for the rank's stream, so this must follow the abort
+    if (began && trace) trace->write_rest(error.what());
     throw;
   }
 }
@@ -190,14 +162,6 @@ void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& 
 
 }  // namespace
 
-void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                  Communicator& comm, const AutoPlan* plan) {
-  const std::string about_data = plan != nullptr ? plan->about_data : described_data(data);
-  if (!config.elastic) return run_in_group(config, data, about_data, observer, comm, nullptr, plan);
-  Elastic elastic(config, comm);
-  run_in_groups(elastic, data, about_data, observer);
-}
-
 void join_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                    const std::function<std::unique_ptr<Communicator>(const std::string& about)>& join_group) {
   constexpr int kAttempts = 5;
@@ -220,7 +184,13 @@ void join_training(const TrainConfig& config, const DataSplits& data, RunObserve
 }
 
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                  const AutoPlan* plan) {
+                  Communicator* comm, const AutoPlan* plan) {
+  if (comm != nullptr) {
+    const std::string about_data = plan != nullptr ? plan->about_data : described_data(data);
+    if (!config.elastic) return run_in_group(config, data, about_data, observer, *comm, nullptr, plan);
+    Elastic elastic(config, *comm);
+    return run_in_groups(elastic, data, about_data, observer);
+  }
   check(config, data);
   for (Device device : config.devices) reset_memory_peak(device);
   const std::optional<FolderLock> lock = lock_checkpoints(config);
@@ -231,8 +201,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   InitialWeights initial(config.seed, config.init);
   const Peaks peaks = config.measure_peak ? measure_peaks(config.devices.front(), config.precision) : Peaks{};
   TraceFile trace(config);
-  const SharedRun shared{.config = config,
-                         .data = data,
+  const SharedRun shared{.data = data,
                          .observer = observer,
                          .reports = reports,
                          .initial = initial,
@@ -240,88 +209,39 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
                          .trace = config.trace.empty() ? nullptr : &trace,
                          .instant = {std::chrono::steady_clock::now()},
                          .plan = plan != nullptr && plan->request.replan ? plan : nullptr};
-  Failure failure(comms, reports);
-
-  auto run_rank = [&](int rank) {
-    RankRun run(shared, *comms[static_cast<size_t>(rank)]);
+  std::mutex mutex;
+  std::exception_ptr first;
+  std::string why;
+  // Keeps the first error, and ends all other ranks. Call inside a catch block of the rank's thread.
+  const auto fail = [&](int rank, const std::exception& error) {
+    std::lock_guard lock(mutex);
+    if (first) return;  // later errors are consequences of the first
+    first = std::current_exception();
+    why = fmt::format("rank {} failed: {}", rank, text_of(error));
+    reports.abort(why);
+    for (auto& each : comms) each->abort(why);
+  };
+  const auto run_thread = [&](int rank) {
     try {
-      run.run();
-    } catch (...) {
-      failure.report(rank);
-      run.keep_trace();
+      run_rank(config, shared, *comms[static_cast<size_t>(rank)],
+               [&](const std::exception& error) { fail(rank, error); });
+    } catch (const std::exception& error) {
+      fail(rank, error);
     }
-    // The destructor waits for the rank's stream, so after a failure it must follow the abort.
   };
   std::vector<Thread> threads;
   try {
-    threads.reserve(static_cast<size_t>(config.ranks()));
-    for (int rank = 1; rank < config.ranks(); ++rank) {
-      threads.emplace_back(fmt::format("the thread of rank {}", rank), [&run_rank, rank] { run_rank(rank); });
-    }
-  } catch (...) {  // the system refuses more threads
-    failure.report(static_cast<int>(threads.size()) + 1);
+    threads.reserve(comms.size());
+    for (int rank = 1; rank < config.ranks(); ++rank)
+      threads.emplace_back(fmt::format("the thread of rank {}", rank), [&, rank] { run_thread(rank); });
+  } catch (const std::exception& error) {  // the system refuses more threads
+    fail(static_cast<int>(threads.size()) + 1, error);
   }
-  run_rank(0);
+  run_thread(0);
   threads.clear();  // joins the threads
-  if (shared.trace != nullptr && failure.happened()) trace.write_rest(failure.text());
-  failure.rethrow();
-}
-
-namespace {
-
-// After a plan that was questioned and kept, the next alarm must wait, twice as long each time.
-constexpr int64_t kFirstQuiet = 100, kMostQuiet = 10'000;
-
-}  // namespace
-
-RankRun::RankRun(const SharedRun& shared, Communicator& comm)
-    : config_(shared.config),
-      shared_{.config = config_,
-              .data = shared.data,
-              .observer = shared.observer,
-              .reports = shared.reports,
-              .initial = shared.initial,
-              .peaks = shared.peaks,
-              .trace = shared.trace,
-              .instant = shared.instant,
-              .elastic = shared.elastic,
-              .plan = shared.plan},
-      comm_(comm) {}
-
-RankRun::~RankRun() = default;
-
-void RankRun::run() {
-  while (true) {
-    trainer_ = std::make_unique<RankTrainer>(shared_, comm_);
-    if (plan_change_) plan_change_->free();
-    trainer_->run();
-    if (!trainer_->plan_change()) return;
-    plan_change_ = std::move(trainer_->plan_change());
-    trainer_.reset();  // frees the memory that the measurement needs
-    replan();
-  }
-}
-
-void RankRun::replan() {
-  const std::string before = plan_flags(config_);
-  const RanksReport report = choose_again(config_, *shared_.plan, shared_.data, plan_change_->weights, comm_);
-  apply_choice(report, config_);
-  config_.resume.clear();  // plan_change_ has the state
-  const int64_t step = plan_change_->position.step;
-  record_ = {.step = step,
-             .why = plan_change_->why,
-             .before = before,
-             .after = plan_flags(config_),
-             .predicted = predicted_step(report),
-             .choice = choice_record(report, shared_.plan->request, config_.model, step, plan_change_->why)};
-  quiet_ = record_->before == record_->after ? std::clamp(2 * quiet_, kFirstQuiet, kMostQuiet) : 0;
-  shared_.plan_change = &*plan_change_;
-  shared_.replanned = &*record_;
-  shared_.quiet = quiet_;
-}
-
-void RankRun::keep_trace() {
-  if (trainer_) trainer_->keep_trace();
+  if (first == nullptr) return;
+  if (shared.trace != nullptr) trace.write_rest(why);
+  std::rethrow_exception(first);
 }
 
 }  // namespace gradwire

@@ -15,18 +15,16 @@ struct DataSplits;   // trainer/data/dataset.h
 struct AutoPlan;     // trainer/train/plan_change.h
 
 // Trains from fresh weights, a weight file (config.init) or a checkpoint (config.resume) on config.ranks()
-// ranks, one thread each. Returns after reporting the last evaluation. Throws the first failing rank's
-// exception, after all other ranks have stopped. The same config gives the same bits, unless `plan`
+// ranks. Returns after reporting the last evaluation. The same config gives the same bits, unless `plan`
 // (--compression auto) lets the run choose again when its compression is no longer the best.
+//
+// Without `comm` each rank is a thread; throws the first failing rank's exception, after all other ranks have
+// stopped. With `comm` this process is rank comm->rank() of ranks that are processes: collective. Every
+// process must pass the same config, which is checked. Returns when all ranks are done, and throws on every
+// rank when one rank fails. With config.elastic, `comm` must be shrinkable, and the current rank 0 calls its
+// `observer`.
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                  const AutoPlan* plan = nullptr);
-
-// Trains as rank comm.rank() of ranks that are processes. Collective. Every process must pass the same
-// config, which is checked. Returns when all ranks are done, with the same bits as ranks in one process.
-// Throws on every rank when one rank fails. With config.elastic, `comm` must be shrinkable, and the current
-// rank 0 calls its `observer`.
-void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                  Communicator& comm, const AutoPlan* plan = nullptr);
+                  Communicator* comm = nullptr, const AutoPlan* plan = nullptr);
 
 // Joins a running job that was started with config.elastic. `config`: the job's settings, with as many ranks
 // as at launch. `join_group` (Communicator::join_tcp()) sends `about`, the description of this process's

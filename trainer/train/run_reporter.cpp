@@ -1,14 +1,17 @@
 #include "trainer/train/run_reporter.h"
 
+#include <zlib.h>
+
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <sstream>
 #include <utility>
 
+#include "kernels/simd/vector.h"
 #include "runtime/device/device.h"
 #include "runtime/device/nvtx.h"
 #include "runtime/threads/running_clock.h"
@@ -16,17 +19,17 @@
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "runtime/util/parse.h"
+#include "trainer/log/records.h"
+#include "trainer/measure/peaks.h"
 #include "trainer/model/vit.h"
-#include "trainer/train/agreement.h"
 
 namespace gradwire {
 namespace {
 
-// Returns the images per step on rank 0's device, over all ranks of the device, if each rank has `images` per
-// batch. With a process per rank, each rank has a separate GPU or a share of the cores.
-int64_t images_per_device(const TrainConfig& config, int64_t images) {
-  const auto here = std::count(config.devices.begin(), config.devices.end(), config.devices.front());
-  return (config.processes ? 1 : here) * images * config.accumulate;
+// Returns the number of ranks on rank 0's device. A process has a separate GPU or a share of the cores.
+int64_t ranks_on_device(const TrainConfig& config) {
+  return config.processes ? 1
+                          : std::count(config.devices.begin(), config.devices.end(), config.devices.front());
 }
 
 // Returns the sum of the reports in rank order, so that the rounding is the same in every run.
@@ -58,10 +61,9 @@ RunReporter::RunReporter(const TrainConfig& config, Communicator& comm, const Re
       images_(images),
       clock_(clock) {}
 
-void RunReporter::report_step(const FinishedStep& step) {
-  const TrainingMarks& marks = step.marks;
-  RankReports::Report mine{
-      .loss = step.totals[0], .correct = step.totals[1], .images = images_ * config_.accumulate};
+void RunReporter::report_step(const TrainingMarks& marks, const Event& end, const double* totals,
+                              int64_t epoch, double lr, const WeightShards::Sent& weights) {
+  RankReports::Report mine{.loss = totals[0], .correct = totals[1], .images = images_ * config_.accumulate};
   constexpr std::chrono::seconds kBetweenWaits{1};
   if (comm_.world() > 1 && marks.wait_end >= next_waits_) {
     mine.waited_s = comm_.waited_s();
@@ -74,7 +76,7 @@ void RunReporter::report_step(const FinishedStep& step) {
   const RankReports::Report all = sum(reports);
   ReducerStats stats = reducer_.stats(marks.step);
   StepRecord record;
-  record.step = marks.step, record.epoch = step.epoch, record.loss = mean_loss(all), record.lr = step.lr;
+  record.step = marks.step, record.epoch = epoch, record.loss = mean_loss(all), record.lr = lr;
   diverged_ = !std::isfinite(record.loss);
   if (diverged_ && !std::exchange(warned_, true)) {
     warn_once(fmt::format(
@@ -82,11 +84,11 @@ void RunReporter::report_step(const FinishedStep& step) {
         config_.compression.to_string(), marks.step + 1, record.loss,
         config_.ends_diverged ? "the run ends" : "training continues, in case the loss recovers"));
   }
-  record.step_ms = elapsed_ms(marks.micros.front().data, step.end);
+  record.step_ms = elapsed_ms(marks.micros.front().data, end);
   clock_.trained_ms += record.step_ms;
   record.images_per_s = static_cast<double>(config_.global_batch()) / (record.step_ms * 1e-3);
-  record.wire_bytes = static_cast<double>(stats.wire_bytes + step.weights.wire);
-  record.dense_bytes = static_cast<double>(stats.dense_bytes + step.weights.dense);
+  record.wire_bytes = static_cast<double>(stats.wire_bytes + weights.wire);
+  record.dense_bytes = static_cast<double>(stats.dense_bytes + weights.dense);
   record.comm_ms = stats.comm_ms;
   record.compress_ms = stats.compress_ms;
   record.communicate_ms = stats.communicate_ms;
@@ -105,7 +107,8 @@ void RunReporter::report_step(const FinishedStep& step) {
   record.forward_ms -= updated_ms_;
   updated_ms_ = marks.updated_in_forward ? record.exposed_comm_ms + record.optimizer_ms : 0;
   record.tflops = training_flops_per_image(config_.model) *
-                  static_cast<double>(images_per_device(config_, images_)) / (record.step_ms * 1e9);
+                  static_cast<double>(ranks_on_device(config_) * images_ * config_.accumulate) /
+                  (record.step_ms * 1e9);
   observer_.on_step(record);
   report_waits(marks, reports);
 }
@@ -155,12 +158,9 @@ void RunReporter::report_end(uint64_t hash) {
   for (RankReports::Report& entry : entries) {
     if (!entry.waited_s.empty()) waited.push_back(std::move(entry.waited_s));
   }
-  // Count the ranks that share rank 0's device. Ranks that are processes do not share device memory.
-  const auto here =
-      config_.processes ? 1 : std::count(config_.devices.begin(), config_.devices.end(), comm_.device());
   observer_.on_end({.parameter_hash = hash,
                     .waited_s = std::move(waited),
-                    .memory_bytes = memory_use(comm_.device()).peak / here});
+                    .memory_bytes = memory_use(comm_.device()).peak / ranks_on_device(config_)});
 }
 
 LocalRankReports::LocalRankReports(int world, std::chrono::milliseconds timeout)
@@ -199,43 +199,94 @@ void LocalRankReports::abort(const std::string& reason) {
   changed_.notify_all();
 }
 
-namespace {
-
-using Words = std::array<uint64_t, 4>;  // all fields of a report except waited_s, which follows
-
-}  // namespace
-
 void MessageRankReports::post(int, const Report& report) {
-  const Words words = {std::bit_cast<uint64_t>(report.loss), std::bit_cast<uint64_t>(report.correct),
-                       static_cast<uint64_t>(report.images), report.hash};
-  std::string message(reinterpret_cast<const char*>(words.data()), sizeof words);
-  message.append(reinterpret_cast<const char*>(report.waited_s.data()),
-                 report.waited_s.size() * sizeof(double));
-  comm_.send_message(message);
+  std::vector<double> words{report.loss, report.correct, std::bit_cast<double>(report.images),
+                            std::bit_cast<double>(report.hash)};
+  words.insert(words.end(), report.waited_s.begin(), report.waited_s.end());
+  comm_.send_message({reinterpret_cast<const char*>(words.data()), words.size() * sizeof(double)});
 }
 
 std::vector<RankReports::Report> MessageRankReports::collect() {
   std::vector<Report> round;
   for (int rank = 0; rank < comm_.world(); ++rank) {
     const std::string message = comm_.take_message(rank);
-    Words words;
-    std::vector<double> waited_s(
-        message.size() < sizeof words ? 0 : (message.size() - sizeof words) / sizeof(double));
-    if (message.size() != sizeof words + waited_s.size() * sizeof(double)) {
+    std::vector<double> words(message.size() / sizeof(double));
+    if (words.size() < 4 || message.size() != words.size() * sizeof(double)) {
       throw CommError("rank {}'s report cannot be read; are all ranks the same build?", rank);
     }
-    std::memcpy(words.data(), message.data(), sizeof words);
-    if (!waited_s.empty()) {
-      std::memcpy(waited_s.data(), message.data() + sizeof words, waited_s.size() * sizeof(double));
-    }
-    round.push_back({std::bit_cast<double>(words[0]), std::bit_cast<double>(words[1]),
-                     static_cast<int64_t>(words[2]), words[3], std::move(waited_s)});
+    std::memcpy(words.data(), message.data(), message.size());
+    round.push_back({words[0],
+                     words[1],
+                     std::bit_cast<int64_t>(words[2]),
+                     std::bit_cast<uint64_t>(words[3]),
+                     {words.begin() + 4, words.end()}});
   }
   return round;
 }
 
-void MessageRankReports::abort(const std::string& reason) {
-  comm_.abort(reason);
+namespace {
+
+// Returns a checksum of the images and labels, because two files with the same path may differ.
+uint32_t checksum(const Dataset& data) {
+  const auto* labels = reinterpret_cast<const unsigned char*>(data.labels.data());
+  const uLong images = crc32_z(0, data.images.data(), data.images.size());
+  return static_cast<uint32_t>(crc32_z(images, labels, data.labels.size() * sizeof data.labels[0]));
+}
+
+}  // namespace
+
+std::string described_data(const DataSplits& data) {
+  return fmt::format("\"images\": {} and {} with checksums {:08x} and {:08x}", data.train.count(),
+                     data.test.count(), checksum(data.train), checksum(data.test));
+}
+
+std::string described_run(const TrainConfig& config, const std::string& data) {
+  // Ranks with different arithmetic would compute different weights.
+  const std::string arithmetic =
+      config.devices[0].is_host()
+          ? fmt::format("{}, {}, Gradwire {}", simd_level(), host_products_text(), GRADWIRE_VERSION)
+          : "the GPU's";
+  return fmt::format("{}\n{}\n\"arithmetic\": {}", config_text(config), data, arithmetic);
+}
+
+std::string first_difference(const std::string& remote, const std::string& local) {
+  std::istringstream left(remote), right(local);
+  std::string a, b;
+  auto trimmed = [](const std::string& line) {
+    size_t begin = line.find_first_not_of(' ');
+    size_t end = line.find_last_not_of(" ,");
+    return begin == std::string::npos ? "nothing" : line.substr(begin, end - begin + 1);
+  };
+  while (true) {
+    bool more_left = static_cast<bool>(std::getline(left, a));
+    bool more_right = static_cast<bool>(std::getline(right, b));
+    if (!more_left && !more_right) return "";
+    if (!more_left) a.clear();
+    if (!more_right) b.clear();
+    if (a != b) return fmt::format("{} there, {} here", trimmed(a), trimmed(b));
+  }
+}
+
+void check_agreement(const std::string& local, Communicator& comm) {
+  if (comm.rank() != 0) return comm.send_message(local);
+  for (int rank = 1; rank < comm.world(); ++rank) {
+    const std::string remote = comm.take_message(rank);
+    if (remote == local) continue;
+    throw BadInput(
+        "rank {} was started with other settings or data than rank 0: {}; give all processes the "
+        "same flags and data",
+        rank, first_difference(remote, local));
+  }
+}
+
+uint64_t parameter_hash(std::span<const float> values) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (float value : values) hash = (hash ^ std::bit_cast<uint32_t>(value)) * 0x100000001b3u;
+  return hash;
+}
+
+std::string hex(uint64_t value) {
+  return fmt::format("{:016x}", value);
 }
 
 namespace {
@@ -323,7 +374,7 @@ void RankTrace::send_spans() {
 }
 
 void RankTrace::keep() {
-  if (tracer_) file_->keep(comm_.rank(), text());
+  if (tracer_) file_->add(comm_.rank(), text(), false);
 }
 
 }  // namespace gradwire

@@ -8,6 +8,7 @@
 #include <deque>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "runtime/device/device.h"
 #include "runtime/trace/trace.h"
 #include "trainer/config/config.h"
+#include "trainer/data/dataset.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/trace_file.h"
 #include "trainer/train/weight_shards.h"
@@ -41,9 +43,8 @@ class RankReports {
   virtual ~RankReports() = default;
   virtual void post(int rank, const Report& report) = 0;
   // Returns the reports of the next round, in rank order. Blocks until every rank has posted its report.
-  // Throws CommError if a rank does not post in time, or after abort().
+  // Throws CommError if a rank does not post in time, or after the group was aborted.
   virtual std::vector<Report> collect() = 0;
-  virtual void abort(const std::string& reason) = 0;
 };
 
 // Reports of ranks that are threads of one process. All ranks share one object.
@@ -52,7 +53,7 @@ class LocalRankReports final : public RankReports {
   LocalRankReports(int world, std::chrono::milliseconds timeout);
   void post(int rank, const Report& report) override;
   std::vector<Report> collect() override;
-  void abort(const std::string& reason) override;
+  void abort(const std::string& reason);
 
  private:
   const std::chrono::milliseconds timeout_;
@@ -69,7 +70,6 @@ class MessageRankReports final : public RankReports {
   explicit MessageRankReports(Communicator& comm) : comm_(comm) {}
   void post(int rank, const Report& report) override;
   std::vector<Report> collect() override;
-  void abort(const std::string& reason) override;
 
  private:
   Communicator& comm_;
@@ -116,17 +116,12 @@ class RunReporter {
               RunObserver& observer, int64_t images, const Clock& clock);
   const Clock& clock() const { return clock_; }
 
-  struct FinishedStep {
-    const TrainingMarks& marks;
-    const Event& end;      // the start of the next step, if one follows directly
-    const double* totals;  // this rank's sum of losses, and number of correct answers
-    int64_t epoch;
-    double lr;
-    WeightShards::Sent weights;
-  };
   // Report a step, an evaluation or the end of the run. Call these functions on every rank in the same order.
   // On rank 0 they block until all ranks have posted their parts. On other ranks they do not block.
-  void report_step(const FinishedStep& step);
+  // `end`: the start of the next step, if one follows directly. `totals`: this rank's sum of losses, and
+  // number of correct answers.
+  void report_step(const TrainingMarks& marks, const Event& end, const double* totals, int64_t epoch,
+                   double lr, const WeightShards::Sent& weights);
   void report_evaluation(const RankReports::Report& mine, int64_t steps_done, double epoch);
   // Returns whether the loss of the latest reported step is not finite. False except on rank 0.
   bool diverged() const { return diverged_; }
@@ -151,6 +146,29 @@ class RunReporter {
   std::chrono::steady_clock::time_point next_waits_ = {};  // when this rank reports its waits again
   std::vector<std::vector<double>> latest_waits_;          // of each rank; used only on rank 0
 };
+
+// Checks that the ranks of a run were started with the same settings and data. Processes have separate flags,
+// and ranks must not average gradients of different trainings.
+
+// Describes the data. Reads all images: call once per process, and not while other ranks wait.
+std::string described_data(const DataSplits& data);
+// Describes the settings, the data (described_data()) and the arithmetic.
+std::string described_run(const TrainConfig& config, const std::string& data);
+
+// Returns the first line in which two descriptions differ: "learning rate 0.1 there, 0.2 here".
+std::string first_difference(const std::string& remote, const std::string& local);
+
+// Compares the descriptions of all ranks, which are processes. Collective. Throws BadInput on rank 0, which
+// names the rank and the difference.
+void check_agreement(const std::string& local, Communicator& comm);
+
+// A fingerprint of parameters by their bits: equal hashes on all ranks mean equal models.
+
+// Returns the FNV-1a hash of the values' 32-bit words. Every bit affects the hash: -0 differs from 0, and
+// NaNs with different bits differ.
+uint64_t parameter_hash(std::span<const float> values);
+// Returns the value as 16 hexadecimal digits.
+std::string hex(uint64_t value);
 
 // One rank's side of --trace and --trace-steps.
 

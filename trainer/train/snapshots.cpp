@@ -42,22 +42,9 @@ void Snapshots::take(const RankState& rank, const std::vector<int>& ranks, const
   const int64_t step = position.step;
   slot.label = {mix(0x6e6f726d, static_cast<uint64_t>(step)),
                 fmt::format("the norms of the residuals after {} steps", step)};
-  exchange_status(slot, rank);
-  stream.submit([&slot, ranks, position, pending] {
-    slot.description = {position, pending, ranks, {}, false};
-    for (const Slot::RankStatus& status : slot.statuses) {
-      slot.description.residual_norms.push_back(status.residual_norm);
-      slot.description.joiners = slot.description.joiners || status.joiners > 0;
-    }
-    slot.step = position.step;
-  });
-}
-
-void Snapshots::exchange_status(Slot& slot, const RankState& rank) {
-  const Stream& stream = rank.stream;
   const int me = rank.comm.rank(), world = rank.comm.world();
   slot.statuses.resize(static_cast<size_t>(world));
-  Slot::RankStatus* const statuses = slot.statuses.data();
+  auto* const statuses = slot.statuses.data();
   Transport& transport = rank.comm.transport();
   stream.submit([&slot, &status = statuses[me], &transport] {
     Admission* const admission = transport.admission();
@@ -67,12 +54,20 @@ void Snapshots::exchange_status(Slot& slot, const RankState& rank) {
   slot.transfers.clear();
   for (int peer = 0; peer < world; ++peer) {
     if (peer == me) continue;
-    slot.transfers.push_back({Transfer::Kind::send, peer, statuses + me, sizeof(Slot::RankStatus)});
-    slot.transfers.push_back({Transfer::Kind::receive, peer, statuses + peer, sizeof(Slot::RankStatus)});
+    slot.transfers.push_back({Transfer::Kind::send, peer, statuses + me, sizeof statuses[0]});
+    slot.transfers.push_back({Transfer::Kind::receive, peer, statuses + peer, sizeof statuses[0]});
   }
   slot.call = {slot.label.tag, slot.label.what};
   transport.begin_call(stream, slot.call);
   transport.exchange(stream, slot.transfers, slot.label);
+  stream.submit([&slot, ranks, position, pending] {
+    slot.description = {position, pending, ranks, {}, false};
+    for (const auto& [norm, joiners] : slot.statuses) {
+      slot.description.residual_norms.push_back(norm);
+      slot.description.joiners = slot.description.joiners || joiners > 0;
+    }
+    slot.step = position.step;
+  });
 }
 
 void Snapshots::describe(const Description& description) {
@@ -136,53 +131,35 @@ namespace {
 // Bytes per exchange. Each exchange has a separate deadline.
 constexpr size_t kPieceBytes = size_t{32} << 20;
 
-class StateTransfer {
- public:
-  StateTransfer(const RankState& rank, const std::vector<int>& joiners)
-      : transport_(rank.comm.transport()), joiners_(joiners) {
-    for (int r = 0; r < transport_.world(); ++r) {
-      if (!is_new(r)) senders_.push_back(r);
-    }
+// Transfers `bytes`, of the same size on all ranks, from the ranks that are not `joiners` to the joiners, in
+// pieces. `pieces`: counts them.
+void transfer(Transport& transport, const std::vector<int>& joiners, std::span<std::byte> bytes,
+              uint64_t& pieces) {
+  const auto is_new = [&](int rank) { return std::ranges::find(joiners, rank) != joiners.end(); };
+  std::vector<int> senders;
+  for (int r = 0; r < transport.world(); ++r) {
+    if (!is_new(r)) senders.push_back(r);
   }
-
-  bool joins() const { return is_new(transport_.rank()); }
-
-  // Transfers `bytes` from the senders to the joiners, in pieces. `bytes` must have the same size on all
-  // ranks.
-  void send(std::span<std::byte> bytes) {
-    for (size_t begin = 0; begin < bytes.size(); begin += kPieceBytes) {
-      send_piece(bytes.subspan(begin, std::min(kPieceBytes, bytes.size() - begin)));
-    }
-  }
-
- private:
-  bool is_new(int rank) const { return std::find(joiners_.begin(), joiners_.end(), rank) != joiners_.end(); }
-
-  void send_piece(std::span<std::byte> piece) {
+  for (; !bytes.empty(); bytes = bytes.subspan(std::min(kPieceBytes, bytes.size()))) {
+    const std::span<std::byte> piece = bytes.first(std::min(kPieceBytes, bytes.size()));
     std::vector<Transfer> transfers;
-    for (size_t s = 0; s < senders_.size(); ++s) {
-      const size_t begin = piece.size() * s / senders_.size(), end = piece.size() * (s + 1) / senders_.size();
+    for (size_t s = 0; s < senders.size(); ++s) {
+      const size_t begin = piece.size() * s / senders.size(), end = piece.size() * (s + 1) / senders.size();
       if (begin == end) continue;
-      if (joins()) {
-        transfers.push_back({Transfer::Kind::receive, senders_[s], piece.data() + begin, end - begin});
-      } else if (senders_[s] == transport_.rank()) {
-        for (const int to : joiners_) {
+      if (is_new(transport.rank())) {
+        transfers.push_back({Transfer::Kind::receive, senders[s], piece.data() + begin, end - begin});
+      } else if (senders[s] == transport.rank()) {
+        for (const int to : joiners)
           transfers.push_back({Transfer::Kind::send, to, piece.data() + begin, end - begin});
-        }
       }
     }
-    const ExchangeLabel label{mix(0x68616e64, pieces_++), "the state of a rank that joins"};
+    const ExchangeLabel label{mix(0x68616e64, pieces++), "the state of a rank that joins"};
     const Call call{mix(label.tag, piece.size()), label.what};
     const Stream now = Stream::immediate_host();
-    transport_.begin_call(now, call);
-    transport_.exchange(now, transfers, label);
+    transport.begin_call(now, call);
+    transport.exchange(now, transfers, label);
   }
-
-  Transport& transport_;
-  const std::vector<int>& joiners_;
-  std::vector<int> senders_;
-  uint64_t pieces_ = 0;
-};
+}
 
 std::span<std::byte> bytes_of(float* values, int64_t count) {
   return std::as_writable_bytes(std::span<float>(values, static_cast<size_t>(count)));
@@ -191,11 +168,13 @@ std::span<std::byte> bytes_of(float* values, int64_t count) {
 }  // namespace
 
 void transfer_state(const RankState& rank, const std::vector<int>& joiners) {
-  StateTransfer transfer(rank, joiners);
-  transfer.send(bytes_of(rank.weights.data, rank.layout.elements));
-  int64_t owned = 0;
-  for (const ElementRange& part : rank.parts) owned += part.count();
-  for (const FlatState& moment : rank.moments) transfer.send(bytes_of(moment.values.data, owned));
+  const bool joins = std::ranges::find(joiners, rank.comm.rank()) != joiners.end();
+  uint64_t pieces = 0;
+  const auto send = [&](std::span<std::byte> bytes) {
+    transfer(rank.comm.transport(), joiners, bytes, pieces);
+  };
+  send(bytes_of(rank.weights.data, rank.layout.elements));
+  for (const FlatState& moment : rank.moments) send(bytes_of(moment.values.data, moment_elements(rank)));
 
   std::vector<TensorState> states = rank.reducer.tensor_state();
   std::erase_if(states, [](const TensorState& state) { return !state.same_on_all_ranks; });
@@ -212,11 +191,11 @@ void transfer_state(const RankState& rank, const std::vector<int>& joiners) {
     }
     rank.stream.synchronize();
   };
-  if (!transfer.joins()) {
+  if (!joins) {
     each([&](const TensorState& state, std::span<std::byte> to) { state.read(rank.stream, 0, to); });
   }
-  transfer.send(values);
-  if (transfer.joins()) {
+  send(values);
+  if (joins) {
     each([&](const TensorState& state, std::span<std::byte> from) { state.write(rank.stream, 0, from); });
   }
 }

@@ -72,17 +72,13 @@ class Snapshots {
     ReducerSnapshot codecs;
     // The data of the exchange. The stream has passed a slot's previous exchange before the host prepares the
     // next exchange.
-    struct RankStatus {
-      double residual_norm = 0, joiners = 0;  // number of joiners waiting
-    };
-    std::vector<RankStatus> statuses;  // one per rank
+    std::vector<std::array<double, 2>> statuses;  // of each rank: residual norm, number of waiting joiners
     Call call;
     ExchangeLabel label;
     std::vector<Transfer> transfers;
   };
   Slot& slot_of(int64_t step) { return slots_[static_cast<size_t>(step) % kSlots]; }
   static void copy_state(Slot& slot, const RankState& rank);
-  void exchange_status(Slot& slot, const RankState& rank);
   const Slot& find(int64_t step) const;
 
   const bool states_;

@@ -145,34 +145,25 @@ RunMemory plan_memory(const TrainConfig& config) {
           .evaluation = evaluation};
 }
 
-namespace {
-
-// Returns a line about the control group's limit, or the GPU of this process's ranks with the least free
-// memory for each rank; "" without either. Processes do not know each other's GPUs.
-std::string room_text(const TrainConfig& config, int64_t needed) {
+std::string memory_text(const TrainConfig& config, const RunMemory& memory) {
+  auto text = [](int64_t bytes) { return human_bytes(static_cast<double>(bytes)); };
+  const ReducerMemory& extra = memory.compression;
+  // The control group's limit, or the GPU of this process's ranks with the least free memory for each rank.
+  // Processes do not know each other's GPUs.
   std::map<int, int64_t> ranks;  // by device index
   for (Device device : config.devices) {
     if (device.is_cuda() && !config.processes) ++ranks[device.index];
   }
-  std::string of = "Allowed by the control group";
+  std::string room = "Allowed by the control group";
   int64_t least = host_limit(config);
   for (const auto& [index, count] : ranks) {
     const Device device = Device::cuda(index);
     const auto free = static_cast<int64_t>(device_memory(device).free);
     if (least > 0 && free / count >= least) continue;
     least = free / count;
-    of = "Free on " + device.name();
+    room = "Free on " + device.name();
   }
-  if (least == 0) return "";
-  return fmt::format("\n{}: {} per rank{}", of, human_bytes(static_cast<double>(least)),
-                     needed <= least ? "" : ", which is not enough: use --shard or a smaller --batch-size");
-}
-
-}  // namespace
-
-std::string memory_text(const TrainConfig& config, const RunMemory& memory) {
-  auto text = [](int64_t bytes) { return human_bytes(static_cast<double>(bytes)); };
-  const ReducerMemory& extra = memory.compression;
+  const bool enough = memory.total() <= least;
   return fmt::format(
       "Memory per rank: {} model and activations, {} gradients, {} optimizer, {} evaluation\n"
       "Extra memory for {}: {} ({} residual, {} factors, {} staging){}{}",
@@ -182,7 +173,9 @@ std::string memory_text(const TrainConfig& config, const RunMemory& memory) {
       memory.kept > 0
           ? fmt::format("\nFor --elastic: {}, the state after the last two steps", text(memory.kept))
           : "",
-      room_text(config, memory.total()));
+      least == 0 ? ""
+                 : fmt::format("\n{}: {} per rank{}", room, text(least),
+                               enough ? "" : ", which is not enough: use --shard or a smaller --batch-size"));
 }
 
 void check_memory_limit(const TrainConfig& config) {

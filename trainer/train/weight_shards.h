@@ -98,17 +98,12 @@ inline std::vector<GradientTensor> gradient_tensors(const VitConfig& model) {
   return tensors;
 }
 
-// Returns the alignment of tensors in elements. Every tensor starts on a multiple of 16 bytes, also in the
-// BF16 copy.
-inline int64_t tensor_alignment(Precision precision) {
-  return precision == Precision::bf16 ? 8 : 4;
-}
-
-// Returns the reducer's options for the run's settings.
+// Returns the reducer's options for the run's settings. Every tensor starts on a multiple of 16 bytes, also
+// in the BF16 copy.
 inline ReducerOptions reducer_options(const TrainConfig& config, Tracer* tracer = nullptr) {
   return {.bucket_bytes = config.bucket_bytes(),
           .seed = config.seed,
-          .alignment = tensor_alignment(config.precision),
+          .alignment = config.precision == Precision::bf16 ? 8 : 4,
           .sharded = config.divides_optimizer(),
           .single_waits = config.overlap_forward,
           .tracer = tracer};
