@@ -57,6 +57,56 @@ bool in_one_block(const Args& args) {
 
 }  // namespace gradwire::detail
 
+namespace gradwire {
+
+// An array of an element-wise op (kernels/passes/passes.h). Elements that the op only writes are 0 before;
+// so are those of an optional array that is null.
+template <typename T, bool kRead, bool kWritten, bool kOptional = false>
+struct ElementArray {
+  using Value = std::conditional_t<std::is_same_v<T, Bf16>, float, std::remove_const_t<T>>;
+  static constexpr bool kReads = kRead, kWrites = kWritten;
+  T* data;
+  GW_HD bool present() const { return !kOptional || data != nullptr; }
+  GW_HD Value load(int64_t i) const {
+    if constexpr (kRead) {
+      if (present()) return data[i];
+    }
+    return {};
+  }
+  GW_HD void store(int64_t i, Value x) const {
+    if constexpr (!kWritten)
+      return;
+    else if (!present())
+      return;
+    else if constexpr (std::is_same_v<T, Bf16>)
+      data[i] = narrow<Bf16>(x);
+    else
+      data[i] = x;
+  }
+};
+template <typename T>
+GW_HD ElementArray<const T, true, false> reads(const T* data) {
+  return {data};
+}
+template <typename T>
+GW_HD ElementArray<T, false, true> writes(T* data) {
+  return {data};
+}
+template <typename T>
+GW_HD ElementArray<T, true, true> updates(T* data) {
+  return {data};
+}
+template <typename T>
+GW_HD ElementArray<T, false, true, true> writes_if(T* data) {
+  return {data};
+}
+template <typename T>
+GW_HD ElementArray<T, true, true, true> updates_if(T* data) {
+  return {data};
+}
+
+}  // namespace gradwire
+
 // Declares an op's host, CUDA and reference functions, and defines its public function.
 #define GW_OP(op, Args)                                                    \
   namespace reference {                                                    \

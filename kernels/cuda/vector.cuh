@@ -48,7 +48,7 @@ class Alignment {
   explicit Alignment(int width) : width_(width), possible_((1u << width) - 1) {}
   // Adds an array; ignores null.
   template <typename T>
-  Alignment& with(const T* data) {
+  GW_HD Alignment& with(const T* data) {
     if (data == nullptr) return *this;
     const uintptr_t bytes = std::is_same_v<T, Bf16> && width_ == 4 ? 8 : 16;
     for (int head = 0; head < width_; ++head) {
@@ -71,16 +71,26 @@ class Alignment {
   unsigned possible_;
 };
 
-// Calls body.template at<W>(i) for vectors that begin at element i, at<1>(i) for single elements.
+// Calls body.template at<W>(i) for a vector or a single element that begins at element i; if the body is a
+// function, calls body(std::integral_constant<int, W>(), i).
+template <int W, typename Body>
+__device__ __forceinline__ void call_body(const Body& body, int64_t i) {
+  if constexpr (requires { body(std::integral_constant<int, W>(), i); }) {
+    body(std::integral_constant<int, W>(), i);
+  } else {
+    body.template at<W>(i);
+  }
+}
+
+// Calls `body` for all vectors of W elements, then for single elements.
 template <int W, typename Body>
 __device__ __forceinline__ void for_each_vector(const VectorSplit& split, const Body& body) {
   int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t v = first; v < split.vectors; v += stride)
-    body.template at<W>(split.head + vector_begin<W>(v));
+  for (int64_t v = first; v < split.vectors; v += stride) call_body<W>(body, split.head + vector_begin<W>(v));
   int64_t single = split.count - split.vectors * W;
   for (int64_t s = first; s < single; s += stride) {
-    body.template at<1>(s < split.head ? s : s + split.vectors * W);
+    call_body<1>(body, s < split.head ? s : s + split.vectors * W);
   }
 }
 
@@ -226,6 +236,85 @@ __device__ __forceinline__ void store(Bf16* to, const float (&from)[W]) {
     *reinterpret_cast<uint4*>(to) = make_uint4(pack_bf16(from[0], from[1]), pack_bf16(from[2], from[3]),
                                                pack_bf16(from[4], from[5]), pack_bf16(from[6], from[7]));
   }
+}
+
+// A vector of one array of an element-wise op (kernels/passes/passes.h).
+template <int W, typename Array>
+struct ElementVector {
+  const Array array;
+  typename Array::Value v[W] = {};
+
+  __device__ __forceinline__ ElementVector(const Array& from, int64_t i) : array(from) {
+    if constexpr (Array::kReads) {
+      if (array.present()) load_vector<W>(array.data + i, v);
+    }
+  }
+  __device__ __forceinline__ void store_to(int64_t i) const {
+    if constexpr (Array::kWrites) {
+      if (!array.present()) return;
+      if constexpr (W == 4 && std::is_same_v<decltype(array.data), float*>) {
+        store_wide<W>(array.data + i, v);
+      } else if constexpr (W == 8 || std::is_same_v<decltype(array.data), uint16_t*>) {
+        store_vector<W>(array.data + i, v);
+      } else {
+        store<W>(array.data + i, v);
+      }
+    }
+  }
+};
+
+// Runs an element-wise op in vectors of kWidest elements.
+template <int kWidest>
+struct VectorLoop {
+  const VectorSplit& split;
+
+  template <typename T>
+  __device__ __forceinline__ T once(const T* scalar) const {
+    return *scalar;
+  }
+  template <typename Element, typename... Arrays>
+  __device__ __forceinline__ void operator()(const Element& element, const Arrays&... arrays) const {
+    for_each_vector<kWidest>(split, [&](auto width, int64_t i) {
+      constexpr int W = decltype(width)::value;
+      [&](auto... x) {
+#pragma unroll
+        for (int k = 0; k < W; ++k) element(x.v[k]...);
+        (x.store_to(i), ...);
+      }(ElementVector<W, Arrays>(arrays, i)...);
+    });
+  }
+};
+
+// Collects the alignment of an element-wise op's arrays.
+struct ElementAlignment {
+  Alignment& all;
+  template <typename T>
+  GW_HD T once(const T*) const {  // device memory
+    return {};
+  }
+  template <typename Element, typename... Arrays>
+  GW_HD void operator()(const Element&, const Arrays&... arrays) const {
+    (all.with(arrays.data), ...);
+  }
+};
+
+template <typename Op>
+constexpr int element_width() {
+  if constexpr (requires { Op::kWidth; }) return Op::kWidth;
+  return 4;
+}
+
+template <typename Op>
+__global__ void __launch_bounds__(kVectorThreads)
+    elements_kernel(const __grid_constant__ Op op, const __grid_constant__ VectorSplit split) {
+  op.each(VectorLoop<element_width<Op>()>{split});
+}
+
+template <typename Op>
+void for_each_element(const char* name, CudaStream stream, const Op& op) {
+  Alignment alignment(element_width<Op>());
+  op.each(ElementAlignment{alignment});
+  launch_vectors<element_width<Op>()>(name, elements_kernel<Op>, stream, alignment.split(op.count), op);
 }
 
 // The number of elements of S in a 16-byte access.

@@ -317,6 +317,28 @@ void for_rows(int64_t rows, int64_t width, const Body& body) {
   parallel_for(rows, rows_per_piece(width), body);
 }
 
+// Runs an element-wise op (kernels/passes/passes.h) on elements [begin, end), in the instruction set of the
+// caller.
+struct ElementLoop {
+  int64_t begin, end;
+
+  template <typename T>
+  GW_INLINE T once(const T* scalar) const {
+    return *scalar;
+  }
+  template <typename Element, typename... Arrays>
+  GW_INLINE void operator()(const Element& element, Arrays... arrays) const {
+#pragma omp simd
+    for (int64_t i = begin; i < end; ++i) {
+      [&](auto... x) __attribute__((always_inline)) {
+        element(x...);
+        (arrays.store(i, x), ...);
+      }
+      (arrays.load(i)...);
+    }
+  }
+};
+
 // Conversions between FP32 and BF16 on the host, whole rows at a time.
 
 void widen_all(const Bf16* from, int64_t count, float* to);

@@ -59,34 +59,6 @@ void fp32_reduce(const Reduce& a) {
   });
 }
 
-// FP16 to FP32 and back on the host: plain loops that the compiler vectorizes, on all cores.
-
-namespace {
-
-GW_SIMD void widen_piece(const uint16_t* halves, float* out, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) out[i] = fp16_to_float(halves[i]);
-}
-
-GW_SIMD void narrow_piece(const float* values, uint16_t* out, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) out[i] = float_to_fp16(values[i]);
-}
-
-}  // namespace
-
-void fp16_widen(const Fp16Widen& a) {
-  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
-    widen_piece(a.halves + begin, a.out + begin, end - begin);
-  });
-}
-
-void fp16_narrow(const Fp16Narrow& a) {
-  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
-    narrow_piece(a.values + begin, a.out + begin, end - begin);
-  });
-}
-
 // The BF16 wire format on the host: eight elements at a time, in one pass, on all cores.
 //
 // Bytes per element: as in the header. The lines of a small result are prefetched before they are written. A

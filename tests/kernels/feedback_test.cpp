@@ -1,5 +1,5 @@
 // Error feedback's passes equal their reference, also for non-finite values.
-#include "kernels/feedback/feedback.h"
+#include "kernels/passes/passes.h"
 
 #include <limits>
 

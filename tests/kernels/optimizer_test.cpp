@@ -1,4 +1,4 @@
-#include "kernels/optimizer/optimizer.h"
+#include "kernels/passes/passes.h"
 
 #include "tests/kernels/operand.h"
 

@@ -82,9 +82,9 @@ def read_budgets(path: pathlib.Path) -> dict[str, Budget]:
 def label(full: str) -> str:
     """Returns the kernel's name, with the op for kernels of kernels/cuda/vector.cuh that run several."""
     name = base_name(full)
-    op = re.search(r"namespace\)::(\w+)[<(,> ]", full.partition("<")[2])
-    return f"{name}({op.group(1)})" if name in ("for_columns_kernel",
-                                                "column_partials_kernel") and op else name
+    op = re.search(r"(?:namespace\)|gradwire)::(\w+)[<(,> ]", full.partition("<")[2])
+    several = ("for_columns_kernel", "column_partials_kernel", "elements_kernel")
+    return f"{name}({op.group(1)})" if name in several and op else name
 
 
 def warps(function: dict, threads: int, dynamic_shared: float) -> int:

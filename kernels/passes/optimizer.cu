@@ -3,7 +3,7 @@
 // Bytes per element: SGD 20 with momentum, 12 without; AdamW 28; 2 more for a copy in BF16. Accesses are 16
 // bytes wide where all buffers can be aligned together. Limit: memory bandwidth. Deterministic.
 #include "kernels/cuda/vector.cuh"
-#include "kernels/optimizer/optimizer.h"
+#include "kernels/passes/passes.h"
 
 namespace gradwire::cuda {
 namespace {

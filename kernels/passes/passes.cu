@@ -1,11 +1,17 @@
-// Error feedback's passes on CUDA (see kernels/feedback/feedback.h): 16-byte accesses where the arrays share
-// an alignment.
-#include "kernels/feedback/feedback.h"
+// Passes on CUDA (kernels/passes/passes.h): 16-byte accesses where the arrays share an alignment.
+#include "kernels/passes/passes.h"
 
 #include "kernels/cuda/vector.cuh"
-#include "kernels/math/small_float.h"
 
 namespace gradwire::cuda {
+
+#define GW_DEFINE(op, Args)                   \
+  void op(CudaStream stream, const Args& a) { \
+    for_each_element(#op, stream, a);         \
+  }
+GW_PASSES(GW_DEFINE, GW_NO_PASS, GW_DEFINE)
+#undef GW_DEFINE
+
 namespace {
 
 constexpr int kWidth = 4;
@@ -57,40 +63,6 @@ struct UpdateBody {
   }
 };
 
-struct AddBody {
-  const MomentumAdd& a;
-
-  template <int W>
-  __device__ __forceinline__ void at(int64_t i) const {
-    float g[W], u[W];
-    load<W>(a.grad + i, g);
-    load<W>(a.momentum + i, u);
-#pragma unroll
-    for (int k = 0; k < W; ++k) {
-      const float next = a.factor * u[k] + g[k];
-      const bool finite = is_finite(g[k]);
-      u[k] = !finite ? u[k] : is_finite(next) ? next : 0.0f;
-      g[k] = finite ? next : g[k];
-    }
-    store_wide<W>(a.momentum + i, u);
-    store_wide<W>(a.grad + i, g);
-  }
-};
-
-struct MaskBody {
-  const MomentumMask& a;
-
-  template <int W>
-  __device__ __forceinline__ void at(int64_t i) const {
-    float g[W], u[W];
-    load<W>(a.grad + i, g);
-    load<W>(a.momentum + i, u);
-#pragma unroll
-    for (int k = 0; k < W; ++k) u[k] = g[k] != 0.0f ? 0.0f : u[k];
-    store_wide<W>(a.momentum + i, u);
-  }
-};
-
 __global__ void __launch_bounds__(kVectorThreads)
     ef21_difference_kernel(const __grid_constant__ Ef21Difference a,
                            const __grid_constant__ VectorSplit split) {
@@ -100,16 +72,6 @@ __global__ void __launch_bounds__(kVectorThreads)
 __global__ void __launch_bounds__(kVectorThreads)
     ef21_update_kernel(const __grid_constant__ Ef21Update a, const __grid_constant__ VectorSplit split) {
   for_each_vector<kWidth>(split, UpdateBody{a});
-}
-
-__global__ void __launch_bounds__(kVectorThreads)
-    momentum_add_kernel(const __grid_constant__ MomentumAdd a, const __grid_constant__ VectorSplit split) {
-  for_each_vector<kWidth>(split, AddBody{a});
-}
-
-__global__ void __launch_bounds__(kVectorThreads)
-    momentum_mask_kernel(const __grid_constant__ MomentumMask a, const __grid_constant__ VectorSplit split) {
-  for_each_vector<kWidth>(split, MaskBody{a});
 }
 
 }  // namespace
@@ -126,17 +88,7 @@ void ef21_update(CudaStream stream, const Ef21Update& a) {
   launch_vectors<kWidth>("ef21_update", ef21_update_kernel, stream, split, a);
 }
 
-void momentum_add(CudaStream stream, const MomentumAdd& a) {
-  launch_vectors<kWidth>("momentum_add", momentum_add_kernel, stream,
-                         Alignment(kWidth).with(a.grad).with(a.momentum).split(a.count), a);
-}
-
-void momentum_mask(CudaStream stream, const MomentumMask& a) {
-  launch_vectors<kWidth>("momentum_mask", momentum_mask_kernel, stream,
-                         Alignment(kWidth).with(a.grad).with(a.momentum).split(a.count), a);
-}
-
-// Clipping on CUDA (see kernels/feedback/feedback.h): one launch for the sums of chunks, one that adds them
+// Clipping: one launch for the sums of chunks, one that adds them
 // in every block and scales. A block whose array is not clipped ends there.
 
 namespace {
@@ -198,27 +150,13 @@ __global__ void __launch_bounds__(kVectorThreads) clip_squares_kernel(const __gr
   if (threadIdx.x == 0) a.chunks[blockIdx.x] = sum;
 }
 
-struct ScaleBody {
-  float* grad;
-  float factor;
-
-  template <int W>
-  __device__ __forceinline__ void at(int64_t i) const {
-    float g[W];
-    load<W>(grad + i, g);
-#pragma unroll
-    for (int k = 0; k < W; ++k) g[k] = is_finite(g[k]) ? g[k] * factor : g[k];
-    store_wide<W>(grad + i, g);
-  }
-};
-
 __global__ void __launch_bounds__(kVectorThreads)
     clip_scale_kernel(const __grid_constant__ ClipNorm a, const __grid_constant__ VectorSplit split) {
   __shared__ double shared[kClipFold];
   double lane = 0.0;
   for (int64_t c = threadIdx.x; c < clip_chunks(a.count); c += kClipFold) lane += a.chunks[c];
   const float factor = clip_factor(halve(lane, shared), a.max_norm);
-  if (factor != 1.0f) for_each_vector<kWidth>(split, ScaleBody{a.grad, factor});
+  if (factor != 1.0f) ClipScale{a.grad, factor, a.count}.each(VectorLoop<kWidth>{split});
 }
 
 }  // namespace
