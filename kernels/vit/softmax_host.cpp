@@ -102,7 +102,7 @@ GW_INLINE void short_rows_backward(const SoftmaxBackward<S>& a, int64_t begin, i
 }
 
 template <typename S>
-GW_INLINE void forward_rows_of(const Softmax<S>& a, int64_t begin, int64_t end) {
+GW_SIMD void forward_rows(const Softmax<S>& a, int64_t begin, int64_t end) {
   switch (a.ld) {
     case 8:
       return short_rows<8>(a, begin, end);
@@ -123,7 +123,7 @@ GW_INLINE void forward_rows_of(const Softmax<S>& a, int64_t begin, int64_t end) 
 }
 
 template <typename S>
-GW_INLINE void backward_rows_of(const SoftmaxBackward<S>& a, int64_t begin, int64_t end) {
+GW_SIMD void backward_rows(const SoftmaxBackward<S>& a, int64_t begin, int64_t end) {
   switch (a.ld) {
     case 8:
       return short_rows_backward<8>(a, begin, end);
@@ -143,19 +143,6 @@ GW_INLINE void backward_rows_of(const SoftmaxBackward<S>& a, int64_t begin, int6
   for (int64_t r = begin; r < end; ++r) {
     any_row_backward(a.y + r * a.ld, a.dy + r * a.ld, a.width, a.ld, a.scale);
   }
-}
-
-GW_SIMD void forward_rows(const Softmax<float>& a, int64_t begin, int64_t end) {
-  forward_rows_of(a, begin, end);
-}
-GW_SIMD void forward_rows(const Softmax<Bf16>& a, int64_t begin, int64_t end) {
-  forward_rows_of(a, begin, end);
-}
-GW_SIMD void backward_rows(const SoftmaxBackward<float>& a, int64_t begin, int64_t end) {
-  backward_rows_of(a, begin, end);
-}
-GW_SIMD void backward_rows(const SoftmaxBackward<Bf16>& a, int64_t begin, int64_t end) {
-  backward_rows_of(a, begin, end);
 }
 
 }  // namespace
@@ -182,7 +169,7 @@ namespace gradwire::host {
 namespace {
 
 template <typename S>
-GW_INLINE void loss_rows_of(const CrossEntropy<S>& a, int64_t begin, int64_t end) {
+GW_SIMD void loss_rows(const CrossEntropy<S>& a, int64_t begin, int64_t end) {
   const int64_t classes = a.classes;
   for (int64_t r = begin; r < end; ++r) {
     const float* x = a.logits + r * classes;
@@ -221,13 +208,6 @@ GW_INLINE void loss_rows_of(const CrossEntropy<S>& a, int64_t begin, int64_t end
       d[label] = narrow<S>(scale * exp_float(at_label - highest) - a.grad_scale);
     }
   }
-}
-
-GW_SIMD void loss_rows(const CrossEntropy<float>& a, int64_t begin, int64_t end) {
-  loss_rows_of(a, begin, end);
-}
-GW_SIMD void loss_rows(const CrossEntropy<Bf16>& a, int64_t begin, int64_t end) {
-  loss_rows_of(a, begin, end);
 }
 
 }  // namespace
