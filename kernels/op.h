@@ -5,6 +5,7 @@
 //   gradwire::host::op(args)          the host's fast path; runs on the stream's thread
 //   gradwire::cuda::op(stream, args)  in a .cu; enqueues, never synchronizes
 //   gradwire::reference::op(args)     scalar and simple, in double where it helps; tests compare with it
+// Passes (kernels/passes/passes.h) have no reference: tests state their formulas.
 // The family's header has a struct of arguments and GW_OP for each op. Argument structs hold raw device
 // pointers and are copied; the memory must outlive the stream's work. Counts of 0 are legal everywhere and do
 // nothing.

@@ -1,9 +1,8 @@
-// Passes on the host, vectorized, on all cores; and the scalar reference, one element at a time.
+// Passes on the host, vectorized, on all cores; and the scalar reference of clipping.
 #include "kernels/passes/passes.h"
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 #include <vector>
 
 #include "kernels/simd/vector.h"
@@ -12,24 +11,28 @@
 namespace gradwire::host {
 namespace {
 
-constexpr int64_t kGrain = 64 * 1024;  // elements per task
+constexpr int64_t kGrain = 32 * 1024;  // elements per task
+
+template <typename Op>
+GW_INLINE Op without_rounded(Op op) {
+  if constexpr (requires { op.rounded; }) op.rounded = nullptr;
+  return op;
+}
 
 // Runs a pass in pieces. Rounds a piece's new parameters to BF16 while they are in cache.
 template <typename Op>
-void in_pieces(Op op, void (*range)(const Op&, int64_t begin, int64_t end)) {
-  Bf16* rounded = nullptr;
-  if constexpr (requires { op.rounded; }) std::swap(rounded, op.rounded);
+void in_pieces(const Op& op, void (*range)(const Op&, int64_t begin, int64_t end)) {
   parallel_for(op.count, kGrain, [&](int64_t begin, int64_t end) {
     range(op, begin, end);
     if constexpr (requires { op.rounded; }) {
-      if (rounded != nullptr) narrow_all(op.params + begin, nullptr, end - begin, rounded + begin);
+      if (op.rounded != nullptr) narrow_all(op.params + begin, nullptr, end - begin, op.rounded + begin);
     }
   });
 }
 
 #define GW_DEFINE(op, Args)                                            \
   GW_SIMD void op##_range(const Args& a, int64_t begin, int64_t end) { \
-    a.each(ElementLoop{begin, end});                                   \
+    without_rounded(a).each(ElementLoop{begin, end});                  \
   }                                                                    \
   }                                                                    \
   void op(const Args& a) {                                             \
@@ -39,22 +42,7 @@ void in_pieces(Op op, void (*range)(const Op&, int64_t begin, int64_t end)) {
 GW_PASSES(GW_DEFINE, GW_NO_PASS, GW_NO_PASS)
 GW_DEFINE(clip_scale, ClipScale)
 
-GW_SIMD void difference_part(const Ef21Difference& a, int64_t begin, int64_t end) {
-  float *const grad = a.grad, *const residual = a.residual, *const kept = a.kept;
-  const float* const estimate = a.estimate;
-  const float unit = a.unit;
-#pragma omp simd
-  for (int64_t i = begin; i < end; ++i) {
-    const float g = grad[i], d = residual[i];
-    const bool finite = is_finite(g);
-    const float rest = finite ? g - unit * estimate[i] : d;
-    kept[i] = rest;
-    grad[i] = finite ? rest - d : g;
-    residual[i] = 0.0f;
-  }
-}
-
-GW_SIMD void update_part(const Ef21Update& a, int64_t begin, int64_t end) {
+GW_SIMD void update_range(const Ef21Update& a, int64_t begin, int64_t end) {
   float *const grad = a.grad, *const residual = a.residual, *const estimate = a.estimate;
   const float* const kept = a.kept;
   const float unit = a.unit;
@@ -69,7 +57,7 @@ GW_SIMD void update_part(const Ef21Update& a, int64_t begin, int64_t end) {
   }
 }
 
-GW_SIMD void add_part(const MomentumAdd& a, int64_t begin, int64_t end) {
+GW_SIMD void add_range(const MomentumAdd& a, int64_t begin, int64_t end) {
   float *const grad = a.grad, *const momentum = a.momentum;
   const float factor = a.factor;
 #pragma omp simd
@@ -109,16 +97,12 @@ double chunk_squares(const float* x, int64_t count) {
 
 }  // namespace
 
-void ef21_difference(const Ef21Difference& a) {
-  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) { difference_part(a, begin, end); });
-}
-
 void ef21_update(const Ef21Update& a) {
-  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) { update_part(a, begin, end); });
+  in_pieces(a, update_range);
 }
 
 void momentum_add(const MomentumAdd& a) {
-  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) { add_part(a, begin, end); });
+  in_pieces(a, add_range);
 }
 
 void clip_norm(const ClipNorm& a) {
@@ -140,11 +124,6 @@ void clip_norm(const ClipNorm& a) {
 
 namespace gradwire::reference {
 namespace {
-
-template <typename Op>
-void one_by_one(const Op& op) {
-  for (int64_t i = 0; i < op.count; ++i) op.each(host::ElementLoop{i, i + 1});
-}
 
 // Adds the upper half of the lanes to the lower one until one is left.
 double halve(std::vector<double>& lanes) {
@@ -175,36 +154,10 @@ void clip_norm(const ClipNorm& a) {
         chunk_squares(a.grad + begin, std::min<int64_t>(kClipChunk, a.count - begin));
   }
   const float factor = clip_factor(halve(lanes), a.max_norm);
-  if (factor != 1.0f) one_by_one(ClipScale{a.grad, factor, a.count});
-}
-
-void ef21_difference(const Ef21Difference& a) {
-  for (int64_t i = 0; i < a.count; ++i) {
-    if (std::isfinite(a.grad[i])) {
-      a.kept[i] = a.grad[i] - a.unit * a.estimate[i];
-      a.grad[i] = a.kept[i] - a.residual[i];
-    } else {
-      a.kept[i] = a.residual[i];
-    }
-    a.residual[i] = 0.0f;
+  for (int64_t i = 0; factor != 1.0f && i < a.count; ++i) {
+    if (std::isfinite(a.grad[i])) a.grad[i] *= factor;
   }
 }
-
-void ef21_update(const Ef21Update& a) {
-  for (int64_t i = 0; i < a.count; ++i) {
-    const float next = a.estimate[i] + a.grad[i];
-    const float deviation = a.kept[i] - a.residual[i] - a.unit * a.grad[i];
-    a.residual[i] = std::isfinite(next) && std::isfinite(deviation) ? deviation : 0.0f;
-    if (std::isfinite(next)) a.estimate[i] = next;
-    a.grad[i] = next;
-  }
-}
-
-#define GW_REFERENCE(op, Args) \
-  void op(const Args& a) {     \
-    one_by_one(a);             \
-  }
-GW_PASSES(GW_REFERENCE, GW_REFERENCE, GW_REFERENCE)
 
 }  // namespace gradwire::reference
 

@@ -9,90 +9,15 @@ namespace gradwire::cuda {
   void op(CudaStream stream, const Args& a) { \
     for_each_element(#op, stream, a);         \
   }
-GW_PASSES(GW_DEFINE, GW_NO_PASS, GW_DEFINE)
+GW_PASSES(GW_DEFINE, GW_DEFINE, GW_DEFINE)
 #undef GW_DEFINE
+
+// Clipping: one launch for the sums of chunks, one that adds them in every block and scales. A block whose
+// array is not clipped ends there.
 
 namespace {
 
 constexpr int kWidth = 4;
-
-struct DifferenceBody {
-  const Ef21Difference& a;
-
-  template <int W>
-  __device__ __forceinline__ void at(int64_t i) const {
-    float g[W], d[W], h[W], rest[W], zero[W];
-    load<W>(a.grad + i, g);
-    load<W>(a.residual + i, d);
-    load<W>(a.estimate + i, h);
-#pragma unroll
-    for (int k = 0; k < W; ++k) {
-      const bool finite = is_finite(g[k]);
-      rest[k] = finite ? g[k] - a.unit * h[k] : d[k];
-      g[k] = finite ? rest[k] - d[k] : g[k];
-      zero[k] = 0.0f;
-    }
-    store_wide<W>(a.kept + i, rest);
-    store_wide<W>(a.grad + i, g);
-    store_wide<W>(a.residual + i, zero);
-  }
-};
-
-struct UpdateBody {
-  const Ef21Update& a;
-
-  template <int W>
-  __device__ __forceinline__ void at(int64_t i) const {
-    float mean[W], e[W], h[W], kept[W];
-    load<W>(a.grad + i, mean);
-    load<W>(a.residual + i, e);
-    load<W>(a.estimate + i, h);
-    load<W>(a.kept + i, kept);
-#pragma unroll
-    for (int k = 0; k < W; ++k) {
-      const float next = h[k] + mean[k];
-      const float deviation = kept[k] - e[k] - a.unit * mean[k];
-      const bool finite = is_finite(next);
-      e[k] = finite && is_finite(deviation) ? deviation : 0.0f;
-      h[k] = finite ? next : h[k];
-      mean[k] = next;
-    }
-    store_wide<W>(a.residual + i, e);
-    store_wide<W>(a.estimate + i, h);
-    store_wide<W>(a.grad + i, mean);
-  }
-};
-
-__global__ void __launch_bounds__(kVectorThreads)
-    ef21_difference_kernel(const __grid_constant__ Ef21Difference a,
-                           const __grid_constant__ VectorSplit split) {
-  for_each_vector<kWidth>(split, DifferenceBody{a});
-}
-
-__global__ void __launch_bounds__(kVectorThreads)
-    ef21_update_kernel(const __grid_constant__ Ef21Update a, const __grid_constant__ VectorSplit split) {
-  for_each_vector<kWidth>(split, UpdateBody{a});
-}
-
-}  // namespace
-
-void ef21_difference(CudaStream stream, const Ef21Difference& a) {
-  const VectorSplit split =
-      Alignment(kWidth).with(a.grad).with(a.residual).with(a.estimate).with(a.kept).split(a.count);
-  launch_vectors<kWidth>("ef21_difference", ef21_difference_kernel, stream, split, a);
-}
-
-void ef21_update(CudaStream stream, const Ef21Update& a) {
-  const VectorSplit split =
-      Alignment(kWidth).with(a.grad).with(a.residual).with(a.estimate).with(a.kept).split(a.count);
-  launch_vectors<kWidth>("ef21_update", ef21_update_kernel, stream, split, a);
-}
-
-// Clipping: one launch for the sums of chunks, one that adds them
-// in every block and scales. A block whose array is not clipped ends there.
-
-namespace {
-
 static_assert(kClipFold == kVectorThreads && kClipLanes == kWidth * kVectorThreads);
 
 // Adds the threads' values, the upper half to the lower one until one is left; all threads get the sum.
