@@ -270,7 +270,7 @@ def contracted(build: pathlib.Path) -> list[str]:
     commands = json.loads((build / "compile_commands.json").read_text())
     exact = [
         entry for entry in commands
-        if re.search(r"/kernels/(wire|randk|feedback)/[^/]*\.cu$", entry["file"])
+        if re.search(r"/kernels/(wire|randk|passes)/[^/]*\.cu$", entry["file"])
         and "nvcc" in entry["command"]
     ]
     return [
