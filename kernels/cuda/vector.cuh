@@ -71,26 +71,23 @@ class Alignment {
   unsigned possible_;
 };
 
-// Calls body.template at<W>(i) for a vector or a single element that begins at element i; if the body is a
-// function, calls body(std::integral_constant<int, W>(), i).
-template <int W, typename Body>
-__device__ __forceinline__ void call_body(const Body& body, int64_t i) {
-  if constexpr (requires { body(std::integral_constant<int, W>(), i); }) {
-    body(std::integral_constant<int, W>(), i);
-  } else {
-    body.template at<W>(i);
-  }
+// Returns whether all pointers allow 16-byte accesses; a null pointer does.
+template <typename... Pointers>
+bool aligned(Pointers... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// Calls `body` for all vectors of W elements, then for single elements.
+// Calls body(width, i) for all vectors of W elements, then for single elements; i is the first element, and
+// width a std::integral_constant<int>.
 template <int W, typename Body>
 __device__ __forceinline__ void for_each_vector(const VectorSplit& split, const Body& body) {
   int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t v = first; v < split.vectors; v += stride) call_body<W>(body, split.head + vector_begin<W>(v));
+  for (int64_t v = first; v < split.vectors; v += stride)
+    body(std::integral_constant<int, W>(), split.head + vector_begin<W>(v));
   int64_t single = split.count - split.vectors * W;
   for (int64_t s = first; s < single; s += stride) {
-    call_body<1>(body, s < split.head ? s : s + split.vectors * W);
+    body(std::integral_constant<int, 1>(), s < split.head ? s : s + split.vectors * W);
   }
 }
 
@@ -365,7 +362,7 @@ __device__ __forceinline__ void add(float scale, const float (&x)[W], float (&to
 // Returns whether rows of `width` elements at all of the pointers, to S and floats, allow 16-byte accesses.
 template <typename S, typename... Pointers>
 bool takes_vectors(int64_t width, Pointers... pointers) {
-  return width % kVector<S> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+  return width % kVector<S> == 0 && aligned(pointers...);
 }
 
 // Returns the block's shape: (x, y) threads, of which x are adjacent in a row.
@@ -497,12 +494,6 @@ __device__ __forceinline__ float block_reduce(float x, float* shared, Combine co
   return x;
 }
 
-// Returns the number of threads of a block that walks one row of `steps` accesses: whole warps, at most 256.
-inline unsigned row_threads(int64_t steps) {
-  int64_t threads = (steps + 31) / 32 * 32;
-  return static_cast<unsigned>(threads < 32 ? 32 : threads > 256 ? 256 : threads);
-}
-
 // A row of up to 1024 elements held as floats in the registers of a group of G lanes, V at a time (16 bytes
 // of the storage type: 4 of FP32, 8 of BF16): read once, used in as many passes as the op needs, written
 // once. Short rows share a warp (G = 8 or 16), so that lanes are not idle.
@@ -558,6 +549,14 @@ void with_row_slice(int64_t width, const Run& run) {
   } else {
     return run.template operator()<32, 4>();
   }
+}
+
+// Returns the launch of a block per row of `width` elements: whole warps, at most 256 threads.
+inline LaunchConfig row_launch(CudaStream stream, int64_t rows, int64_t width) {
+  const int64_t warps = width <= 32 ? 1 : width > 224 ? 8 : (width + 31) / 32;
+  return {.grid = dim3(static_cast<unsigned>(rows)),
+          .block = dim3(static_cast<unsigned>(32 * warps)),
+          .stream = stream};
 }
 
 template <int G>
