@@ -78,10 +78,6 @@ void merge_heads(const MergeHeads<S>& a) {
   });
 }
 
-GW_INSTANTIATE_OP(split_heads, SplitHeads)
-GW_INSTANTIATE_OP(split_heads_backward, SplitHeadsBackward)
-GW_INSTANTIATE_OP(merge_heads, MergeHeads)
-
 // Host column_sum and bias_residual.
 
 namespace {
@@ -136,13 +132,6 @@ void bias_residual(const BiasResidual<S>& a) {
 void combine_sums(const CombineSums& a) {
   for (const PartialSums& of : a.of) combine_partial_sums(of);
 }
-
-GW_INSTANTIATE_OP(column_sum, ColumnSum)
-GW_INSTANTIATE_OP(bias_residual, BiasResidual)
-
-}  // namespace gradwire::host
-
-namespace gradwire::host {
 
 // Host patchify, assemble_tokens and assemble_tokens_backward.
 
@@ -244,10 +233,6 @@ void assemble_tokens_backward(const AssembleTokensBackward<S>& a) {
   parallel_for(a.width, 64, [&](int64_t begin, int64_t end) { reduce_columns(a, begin, end); });
 }
 
-GW_INSTANTIATE_OP(patchify, Patchify)
-GW_INSTANTIATE_OP(assemble_tokens, AssembleTokens)
-GW_INSTANTIATE_OP(assemble_tokens_backward, AssembleTokensBackward)
-
 }  // namespace gradwire::host
 
 // Host bias_gelu and bias_gelu_backward.
@@ -335,7 +320,6 @@ void bias_gelu_backward(const BiasGeluBackward<S>& a) {
   if (!a.partial_only) combine_partial_sums(a.sums());
 }
 
-GW_INSTANTIATE_OP(bias_gelu, BiasGelu)
-GW_INSTANTIATE_OP(bias_gelu_backward, BiasGeluBackward)
+GW_ELEMENTWISE_OPS(GW_INSTANTIATE_OP)
 
 }  // namespace gradwire::host
