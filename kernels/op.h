@@ -5,6 +5,7 @@
 //   gradwire::host::op(args)          the host's fast path; runs on the stream's thread
 //   gradwire::cuda::op(stream, args)  in a .cu; enqueues, never synchronizes
 //   gradwire::reference::op(args)     scalar and simple, in double where it helps; tests compare with it
+// Passes (kernels/passes/passes.h) have no reference: tests state their formulas.
 // The family's header has a struct of arguments and GW_OP for each op. Argument structs hold raw device
 // pointers and are copied; the memory must outlive the stream's work. Counts of 0 are legal everywhere and do
 // nothing.
@@ -39,23 +40,66 @@ void dispatch(const Stream& stream, const char* name, void (*host_op)(const Args
   }
 }
 
-// Returns whether args.partial_only is set; if so, the op leaves its sums to combine_sums()
-// (kernels/vit/elementwise.h).
+// Returns 1 for the first stage of an op that leaves its sums to combine_sums() (kernels/vit/elementwise.h),
+// 2 for an op in one launch on CUDA instead of two, because it has at most kOneBlock rows; else 0.
 template <typename Args>
-bool first_stage_only(const Args& args) {
-  if constexpr (requires { args.partial_only; }) return args.partial_only;
-  return false;
-}
-
-// Returns whether an op that otherwise takes two launches on CUDA takes one, because it has at most kOneBlock
-// rows.
-template <typename Args>
-bool in_one_block(const Args& args) {
-  if constexpr (requires { Args::kOneBlock; }) return args.rows <= Args::kOneBlock;
-  return false;
+int variant_of(const Args& args) {
+  if constexpr (requires { args.partial_only; }) return args.partial_only ? 1 : 0;
+  if constexpr (requires { Args::kOneBlock; }) return args.rows <= Args::kOneBlock ? 2 : 0;
+  return 0;
 }
 
 }  // namespace gradwire::detail
+
+namespace gradwire {
+
+// An array of an element-wise op (kernels/passes/passes.h). Elements that the op only writes are 0 before;
+// so are those of an optional array that is null.
+template <typename T, bool kRead, bool kWritten, bool kOptional = false>
+struct ElementArray {
+  using Value = std::conditional_t<std::is_same_v<T, Bf16>, float, std::remove_const_t<T>>;
+  static constexpr bool kReads = kRead, kWrites = kWritten;
+  T* data;
+  GW_HD bool present() const { return !kOptional || data != nullptr; }
+  GW_HD Value load(int64_t i) const {
+    if constexpr (kRead) {
+      if (present()) return data[i];
+    }
+    return {};
+  }
+  GW_HD void store(int64_t i, Value x) const {
+    if constexpr (!kWritten)
+      return;
+    else if (!present())
+      return;
+    else if constexpr (std::is_same_v<T, Bf16>)
+      data[i] = narrow<Bf16>(x);
+    else
+      data[i] = x;
+  }
+};
+template <typename T>
+GW_HD ElementArray<const T, true, false> reads(const T* data) {
+  return {data};
+}
+template <typename T>
+GW_HD ElementArray<T, false, true> writes(T* data) {
+  return {data};
+}
+template <typename T>
+GW_HD ElementArray<T, true, true> updates(T* data) {
+  return {data};
+}
+template <typename T>
+GW_HD ElementArray<T, false, true, true> writes_if(T* data) {
+  return {data};
+}
+template <typename T>
+GW_HD ElementArray<T, true, true, true> updates_if(T* data) {
+  return {data};
+}
+
+}  // namespace gradwire
 
 // Declares an op's host, CUDA and reference functions, and defines its public function.
 #define GW_OP(op, Args)                                                    \
@@ -74,25 +118,24 @@ bool in_one_block(const Args& args) {
 
 // Declares and defines the same as GW_OP for an op over the storage type S of the operands of matrix
 // products: float (also when the arguments are a braced list) or Bf16. Args is a template.
-#define GW_TYPED_OP(op, Args)                                                                            \
-  namespace reference {                                                                                  \
-  template <typename S = float>                                                                          \
-  void op(const Args<S>& args);                                                                          \
-  }                                                                                                      \
-  namespace host {                                                                                       \
-  template <typename S = float>                                                                          \
-  void op(const Args<S>& args);                                                                          \
-  }                                                                                                      \
-  namespace cuda { /* no default: nvcc repeats it after a kernel launched in a lambda, and rejects it */ \
-  template <typename S>                                                                                  \
-  void op(CudaStream stream, const Args<S>& args);                                                       \
-  }                                                                                                      \
-  template <typename S = float>                                                                          \
-  void op(const Stream& stream, const Args<S>& args) {                                                   \
-    const char* const name = detail::first_stage_only(args) ? #op ", first stage"                        \
-                             : detail::in_one_block(args)   ? #op ", one block"                          \
-                                                            : #op;                                         \
-    detail::dispatch<Args<S>>(stream, name, host::op<S>, GW_CUDA_SIDE(op<S>), args);                     \
+#define GW_TYPED_OP(op, Args)                                                                             \
+  namespace reference {                                                                                   \
+  template <typename S = float>                                                                           \
+  void op(const Args<S>& args);                                                                           \
+  }                                                                                                       \
+  namespace host {                                                                                        \
+  template <typename S = float>                                                                           \
+  void op(const Args<S>& args);                                                                           \
+  }                                                                                                       \
+  namespace cuda { /* no default: nvcc repeats it after a kernel launched in a lambda, and rejects it */  \
+  template <typename S>                                                                                   \
+  void op(CudaStream stream, const Args<S>& args);                                                        \
+  }                                                                                                       \
+  template <typename S = float>                                                                           \
+  void op(const Stream& stream, const Args<S>& args) {                                                    \
+    static constexpr const char* kNames[] = {#op, #op ", first stage", #op ", one block"};                \
+    detail::dispatch<Args<S>>(stream, kNames[detail::variant_of(args)], host::op<S>, GW_CUDA_SIDE(op<S>), \
+                              args);                                                                      \
   }
 
 // Instantiate a typed op after its definitions: its reference or host side, and its CUDA side.

@@ -4,9 +4,8 @@
 #include <cmath>
 #include <random>
 
-#include "kernels/feedback/feedback.h"
 #include "kernels/gemm/gemm.h"
-#include "kernels/optimizer/optimizer.h"
+#include "kernels/passes/passes.h"
 #include "kernels/powersgd/orthonormalize.h"
 #include "kernels/powersgd/powersgd.h"
 #include "kernels/randk/randk.h"

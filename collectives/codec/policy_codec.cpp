@@ -26,7 +26,7 @@
 #include <numeric>
 
 #include "collectives/codec/codec.h"
-#include "kernels/feedback/feedback.h"
+#include "kernels/passes/passes.h"
 #include "kernels/powersgd/powersgd.h"
 #include "kernels/wire/floats.h"
 #include "runtime/util/error.h"

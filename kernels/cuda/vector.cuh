@@ -48,7 +48,7 @@ class Alignment {
   explicit Alignment(int width) : width_(width), possible_((1u << width) - 1) {}
   // Adds an array; ignores null.
   template <typename T>
-  Alignment& with(const T* data) {
+  GW_HD Alignment& with(const T* data) {
     if (data == nullptr) return *this;
     const uintptr_t bytes = std::is_same_v<T, Bf16> && width_ == 4 ? 8 : 16;
     for (int head = 0; head < width_; ++head) {
@@ -71,16 +71,23 @@ class Alignment {
   unsigned possible_;
 };
 
-// Calls body.template at<W>(i) for vectors that begin at element i, at<1>(i) for single elements.
+// Returns whether all pointers allow 16-byte accesses; a null pointer does.
+template <typename... Pointers>
+bool aligned(Pointers... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+// Calls body(width, i) for all vectors of W elements, then for single elements; i is the first element, and
+// width a std::integral_constant<int>.
 template <int W, typename Body>
 __device__ __forceinline__ void for_each_vector(const VectorSplit& split, const Body& body) {
   int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t v = first; v < split.vectors; v += stride)
-    body.template at<W>(split.head + vector_begin<W>(v));
+    body(std::integral_constant<int, W>(), split.head + vector_begin<W>(v));
   int64_t single = split.count - split.vectors * W;
   for (int64_t s = first; s < single; s += stride) {
-    body.template at<1>(s < split.head ? s : s + split.vectors * W);
+    body(std::integral_constant<int, 1>(), s < split.head ? s : s + split.vectors * W);
   }
 }
 
@@ -228,6 +235,85 @@ __device__ __forceinline__ void store(Bf16* to, const float (&from)[W]) {
   }
 }
 
+// A vector of one array of an element-wise op (kernels/passes/passes.h).
+template <int W, typename Array>
+struct ElementVector {
+  const Array array;
+  typename Array::Value v[W] = {};
+
+  __device__ __forceinline__ ElementVector(const Array& from, int64_t i) : array(from) {
+    if constexpr (Array::kReads) {
+      if (array.present()) load_vector<W>(array.data + i, v);
+    }
+  }
+  __device__ __forceinline__ void store_to(int64_t i) const {
+    if constexpr (Array::kWrites) {
+      if (!array.present()) return;
+      if constexpr (W == 4 && std::is_same_v<decltype(array.data), float*>) {
+        store_wide<W>(array.data + i, v);
+      } else if constexpr (W == 8 || std::is_same_v<decltype(array.data), uint16_t*>) {
+        store_vector<W>(array.data + i, v);
+      } else {
+        store<W>(array.data + i, v);
+      }
+    }
+  }
+};
+
+// Runs an element-wise op in vectors of kWidest elements.
+template <int kWidest>
+struct VectorLoop {
+  const VectorSplit& split;
+
+  template <typename T>
+  __device__ __forceinline__ T once(const T* scalar) const {
+    return *scalar;
+  }
+  template <typename Element, typename... Arrays>
+  __device__ __forceinline__ void operator()(const Element& element, const Arrays&... arrays) const {
+    for_each_vector<kWidest>(split, [&](auto width, int64_t i) {
+      constexpr int W = decltype(width)::value;
+      [&](auto... x) {
+#pragma unroll
+        for (int k = 0; k < W; ++k) element(x.v[k]...);
+        (x.store_to(i), ...);
+      }(ElementVector<W, Arrays>(arrays, i)...);
+    });
+  }
+};
+
+// Collects the alignment of an element-wise op's arrays.
+struct ElementAlignment {
+  Alignment& all;
+  template <typename T>
+  GW_HD T once(const T*) const {  // device memory
+    return {};
+  }
+  template <typename Element, typename... Arrays>
+  GW_HD void operator()(const Element&, const Arrays&... arrays) const {
+    (all.with(arrays.data), ...);
+  }
+};
+
+template <typename Op>
+constexpr int element_width() {
+  if constexpr (requires { Op::kWidth; }) return Op::kWidth;
+  return 4;
+}
+
+template <typename Op>
+__global__ void __launch_bounds__(kVectorThreads)
+    elements_kernel(const __grid_constant__ Op op, const __grid_constant__ VectorSplit split) {
+  op.each(VectorLoop<element_width<Op>()>{split});
+}
+
+template <typename Op>
+void for_each_element(const char* name, CudaStream stream, const Op& op) {
+  Alignment alignment(element_width<Op>());
+  op.each(ElementAlignment{alignment});
+  launch_vectors<element_width<Op>()>(name, elements_kernel<Op>, stream, alignment.split(op.count), op);
+}
+
 // The number of elements of S in a 16-byte access.
 template <typename S>
 inline constexpr int kVector = 16 / static_cast<int>(sizeof(S));
@@ -276,7 +362,7 @@ __device__ __forceinline__ void add(float scale, const float (&x)[W], float (&to
 // Returns whether rows of `width` elements at all of the pointers, to S and floats, allow 16-byte accesses.
 template <typename S, typename... Pointers>
 bool takes_vectors(int64_t width, Pointers... pointers) {
-  return width % kVector<S> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+  return width % kVector<S> == 0 && aligned(pointers...);
 }
 
 // Returns the block's shape: (x, y) threads, of which x are adjacent in a row.
@@ -408,12 +494,6 @@ __device__ __forceinline__ float block_reduce(float x, float* shared, Combine co
   return x;
 }
 
-// Returns the number of threads of a block that walks one row of `steps` accesses: whole warps, at most 256.
-inline unsigned row_threads(int64_t steps) {
-  int64_t threads = (steps + 31) / 32 * 32;
-  return static_cast<unsigned>(threads < 32 ? 32 : threads > 256 ? 256 : threads);
-}
-
 // A row of up to 1024 elements held as floats in the registers of a group of G lanes, V at a time (16 bytes
 // of the storage type: 4 of FP32, 8 of BF16): read once, used in as many passes as the op needs, written
 // once. Short rows share a warp (G = 8 or 16), so that lanes are not idle.
@@ -469,6 +549,14 @@ void with_row_slice(int64_t width, const Run& run) {
   } else {
     return run.template operator()<32, 4>();
   }
+}
+
+// Returns the launch of a block per row of `width` elements: whole warps, at most 256 threads.
+inline LaunchConfig row_launch(CudaStream stream, int64_t rows, int64_t width) {
+  const int64_t warps = width <= 32 ? 1 : width > 224 ? 8 : (width + 31) / 32;
+  return {.grid = dim3(static_cast<unsigned>(rows)),
+          .block = dim3(static_cast<unsigned>(32 * warps)),
+          .stream = stream};
 }
 
 template <int G>

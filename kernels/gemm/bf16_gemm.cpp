@@ -42,24 +42,20 @@ int64_t pairs_of(const Gemm& g, Bf16Products way) {
   return (pairs + kPairsPerBlock - 1) / kPairsPerBlock * kPairsPerBlock;
 }
 
-// The part of C that a tile covers: `rows` x `columns` elements, starting at (row, column).
-struct TilePlace {
-  int64_t index, row, column, rows, columns;
-};
-
-// A finished tile and its destination in C.
+// A finished tile and its destination in C: `rows` x `columns` elements of product `index`, starting at (row,
+// column).
 struct FinishedTile {
   const Gemm& g;
-  const float* tile;
-  TilePlace at;
+  const float* tile = nullptr;
+  int64_t index = 0, row = 0, column = 0, rows = 0, columns = 0;
 };
 
 template <typename Out>
 GW_INLINE void put(const FinishedTile& finished, int64_t begin, int64_t end, int64_t columns) {
-  const auto& [g, tiles, at] = finished;
-  const float* tile = tiles + begin * kBf16Columns;
-  Out* c = g.c.at<Out>(at.index * g.stride_c + (at.row + begin) * g.ldc + at.column);
-  const Out* bias = g.bias.data == nullptr ? nullptr : g.bias.at<Out>(at.column);
+  const Gemm& g = finished.g;
+  const float* tile = finished.tile + begin * kBf16Columns;
+  Out* c = g.c.at<Out>(finished.index * g.stride_c + (finished.row + begin) * g.ldc + finished.column);
+  const Out* bias = g.bias.data == nullptr ? nullptr : g.bias.at<Out>(finished.column);
   for (int64_t i = begin; i < end; ++i, c += g.ldc, tile += kBf16Columns) {
     float x[kBf16Columns];
     for (int64_t j = 0; j < columns; ++j) x[j] = g.alpha * tile[j];
@@ -75,8 +71,7 @@ GW_INLINE void put(const FinishedTile& finished, int64_t begin, int64_t end, int
 // Writes a finished tile to C. Most tiles are whole, so loops of constant length keep them in registers.
 template <typename Out>
 GW_INLINE void put_any(const FinishedTile& f, int64_t begin, int64_t end) {
-  f.at.columns == kBf16Columns ? put<Out>(f, begin, end, kBf16Columns)
-                               : put<Out>(f, begin, end, f.at.columns);
+  f.columns == kBf16Columns ? put<Out>(f, begin, end, kBf16Columns) : put<Out>(f, begin, end, f.columns);
 }
 GW_SIMD void put_rows(const void* finished, int64_t begin, int64_t end) {
   const auto& f = *static_cast<const FinishedTile*>(finished);
@@ -166,19 +161,20 @@ void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_
   };
   // While a tile is computed, the previous tile is written to C.
   alignas(64) float tiles_memory[2][kMostBf16Rows * kBf16Columns];
-  FinishedTile finished{g, nullptr, {}};
+  FinishedTile finished{g};
   const Bf16Tiles tiles(way);
   int turn = 0;
   for (int64_t j = 0; j < b.count(); ++j) {
     const int64_t column = j * kBf16Columns, columns = std::min<int64_t>(kBf16Columns, g.n - column);
     for (int64_t i = 0; i < panels; ++i, turn = 1 - turn) {
       float* const tile = tiles_memory[turn];
-      tiles.multiply(rows_at(i), b.panel(j), pairs, tile, {put_rows, &finished, finished.at.rows});
+      tiles.multiply(rows_at(i), b.panel(j), pairs, tile, {put_rows, &finished, finished.rows});
       finished.tile = tile;
-      finished.at = {index, begin + i * tile_rows, column, rows_of_panel(i), columns};
+      finished.index = index, finished.row = begin + i * tile_rows, finished.column = column;
+      finished.rows = rows_of_panel(i), finished.columns = columns;
     }
   }
-  put_rows(&finished, 0, finished.at.rows);
+  put_rows(&finished, 0, finished.rows);
 }
 
 }  // namespace gradwire::host

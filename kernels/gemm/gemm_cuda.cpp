@@ -124,12 +124,6 @@ class Plan {
 
 namespace {
 
-// Returns whether cuBLASLt can apply the epilogue. cuBLASLt requires that the leading dimension of the
-// pre-activations is a multiple of 8.
-bool fits_epilogue(const Gemm& g) {
-  return g.epilogue == Epilogue::none || g.aux.data == nullptr || g.ldc % 8 == 0;
-}
-
 // The properties that determine a plan.
 using PlanKey = std::tuple<bool, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, Element, Element,
                            Precision, bool, Epilogue, std::array<uint32_t, 5>, std::array<int64_t, 4>>;
@@ -140,20 +134,23 @@ std::array<uint32_t, 5> alignments_of(const Gemm& g) {
           alignment_of(g.c.data, g.stride_c, g.c.type, g.batch), alignment_of(g.bias.data),
           g.aux.data == nullptr ? 0 : alignment_of(g.aux.data)};
 }
-// Returns the number of products and their distances; a batch of one has distances of 0.
-std::array<int64_t, 4> batch_of(const Gemm& g) {
-  if (g.batch == 1) return {1, 0, 0, 0};
-  return {g.batch, g.stride_a, g.stride_b, g.stride_c};
-}
 PlanKey key_of(const Gemm& g) {
-  return {g.transpose_a, g.transpose_b,
-          g.m,           g.n,
-          g.k,           g.lda,
-          g.ldb,         g.ldc,
-          g.a.type,      g.c.type,
-          g.precision,   g.bias.data != nullptr,
-          g.epilogue,    alignments_of(g),
-          batch_of(g)};
+  const bool one = g.batch == 1;  // its distances do not matter
+  return {g.transpose_a,
+          g.transpose_b,
+          g.m,
+          g.n,
+          g.k,
+          g.lda,
+          g.ldb,
+          g.ldc,
+          g.a.type,
+          g.c.type,
+          g.precision,
+          g.bias.data != nullptr,
+          g.epilogue,
+          alignments_of(g),
+          {g.batch, one ? 0 : g.stride_a, one ? 0 : g.stride_b, one ? 0 : g.stride_c}};
 }
 
 // Returns the kind of product as text, the key in the tuning file.
@@ -309,7 +306,9 @@ void gemm(CudaStream stream, const Gemm& g) {
   detail::check(g);
   if (g.m == 0 || g.n == 0 || g.batch == 0) return;
   Context& context = context_for(stream);
-  const bool planned = g.k > 0 && fits_epilogue(g) && context.planned(g);
+  // cuBLASLt's epilogues require that the leading dimension of the pre-activations is a multiple of 8.
+  const bool fits = g.epilogue == Epilogue::none || g.aux.data == nullptr || g.ldc % 8 == 0;
+  const bool planned = g.k > 0 && fits && context.planned(g);
   if (!planned && g.epilogue != Epilogue::none) {
     gemm(stream, without_epilogue(g));
     return g.c.type == Element::bf16 ? apply_epilogue<Bf16>(stream, g) : apply_epilogue<float>(stream, g);
@@ -332,13 +331,10 @@ void check_cublas(cublasStatus_t status, const char* call) {
   throw DeviceError(text);
 }
 
-// Returns the largest power of two, up to 256, that divides the address: the alignment that an algorithm may
-// assume.
 uint32_t alignment_of(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer) | 256u;
   return static_cast<uint32_t>(address & (~address + 1));
 }
-// Returns the alignment that all matrices of a batch have.
 uint32_t alignment_of(const void* pointer, int64_t stride, Element type, int64_t batch) {
   const auto between = static_cast<uintptr_t>(batch > 1 ? stride * element_bytes(type) : 0);
   return alignment_of(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(pointer) | between));

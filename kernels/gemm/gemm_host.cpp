@@ -20,44 +20,14 @@
 namespace gradwire::host {
 namespace {
 
-// One FP32 product, or some rows of one product.
-struct Product {
-  bool transpose_a, transpose_b;
-  int64_t m, n, k;
-  const float* a;
-  int64_t lda;
-  const float* b;
-  int64_t ldb;
-  float* c;
-  int64_t ldc;
-  float alpha, beta;
-};
-
-void run(const Product& p) {
-  if (gradwire_blas_sgemm(p.transpose_a, p.transpose_b, p.m, p.n, p.k, p.alpha, p.a, p.lda, p.b, p.ldb,
-                          p.beta, p.c, p.ldc)) {
+void run(const Gemm& g) {
+  if (gradwire_blas_sgemm(g.transpose_a, g.transpose_b, g.m, g.n, g.k, g.alpha, g.a.at<float>(0), g.lda,
+                          g.b.at<float>(0), g.ldb, g.beta, g.c.at<float>(0), g.ldc)) {
     return;
   }
   throw OutOfResources(
       "OpenBLAS needs 128 MiB of address space for each of up to {} threads that multiply matrices: {}",
       host_threads(), no_memory_text());
-}
-
-void run_small(const Product& p) {
-  small_gemm({.transpose_a = p.transpose_a,
-              .transpose_b = p.transpose_b,
-              .m = p.m,
-              .n = p.n,
-              .k = p.k,
-              .a = p.a,
-              .lda = p.lda,
-              .b = p.b,
-              .ldb = p.ldb,
-              .c = p.c,
-              .ldc = p.ldc,
-              .alpha = p.alpha,
-              .beta = p.beta},
-             0, 1);
 }
 
 void add_bias(const Gemm& g, float* c, int64_t rows) {
@@ -81,7 +51,7 @@ void widen_matrix(const Bf16* from, int64_t ld, int64_t rows, int64_t columns, f
 
 // Computes rows [begin, end) of a product of BF16 matrices; `b` is op(B)'s matrix as dense FP32.
 void rows_of_bf16(const Gemm& g, const Bf16* a, const float* b, int64_t index, int64_t begin, int64_t end) {
-  const auto compute = is_small(g) ? run_small : run;
+  const auto compute = [small = is_small(g)](const Gemm& p) { small ? small_gemm(p, 0, 1) : run(p); };
   const int64_t rows = end - begin;
   float* wide_a = scratch(Copy::a, rows * g.k);
   if (g.transpose_a) {
@@ -89,32 +59,33 @@ void rows_of_bf16(const Gemm& g, const Bf16* a, const float* b, int64_t index, i
   } else {
     widen_matrix(a + begin * g.lda, g.lda, rows, g.k, wide_a);
   }
-  Product p{g.transpose_a,
-            g.transpose_b,
-            rows,
-            g.n,
-            g.k,
-            wide_a,
-            g.transpose_a ? rows : g.k,
-            b,
-            g.transpose_b ? g.k : g.n,
-            nullptr,
-            g.ldc,
-            g.alpha,
-            g.beta};
+  Gemm p{.transpose_a = g.transpose_a,
+         .transpose_b = g.transpose_b,
+         .m = rows,
+         .n = g.n,
+         .k = g.k,
+         .a = wide_a,
+         .lda = g.transpose_a ? rows : g.k,
+         .b = b,
+         .ldb = g.transpose_b ? g.k : g.n,
+         .ldc = g.ldc,
+         .alpha = g.alpha,
+         .beta = g.beta};
   const int64_t first = index * g.stride_c + begin * g.ldc;
   if (g.c.type == Element::fp32) {
-    p.c = g.c.at<float>(first);
+    float* const c = g.c.at<float>(first);
+    p.c = c;
     compute(p);
-    return add_bias(g, p.c, rows);
+    return add_bias(g, c, rows);
   }
   Bf16* c = g.c.at<Bf16>(first);
-  p.c = scratch(Copy::c, rows * g.n);
+  float* const wide_c = scratch(Copy::c, rows * g.n);
+  p.c = wide_c;
   p.ldc = g.n;
-  if (g.beta != 0.0f) widen_matrix(c, g.ldc, rows, g.n, p.c);
+  if (g.beta != 0.0f) widen_matrix(c, g.ldc, rows, g.n, wide_c);
   compute(p);
   for (int64_t row = 0; row < rows; ++row) {
-    narrow_all(p.c + row * g.n, g.bias.at<Bf16>(0), g.n, c + row * g.ldc);
+    narrow_all(wide_c + row * g.n, g.bias.at<Bf16>(0), g.n, c + row * g.ldc);
   }
 }
 
@@ -176,8 +147,9 @@ void part_of_product(const Gemm& g, int64_t index, int64_t begin, int64_t end, i
   const float* a = g.a.at<float>(index * g.stride_a + (g.transpose_a ? begin : begin * g.lda));
   const float* b = g.b.at<float>(index * g.stride_b + (g.transpose_b ? first * g.ldb : first));
   float* c = g.c.at<float>(index * g.stride_c + begin * g.ldc + first);
-  run({g.transpose_a, g.transpose_b, end - begin, last - first, g.k, a, g.lda, b, g.ldb, c, g.ldc, g.alpha,
-       g.beta});
+  Gemm part = g;
+  part.m = end - begin, part.n = last - first, part.a = a, part.b = b, part.c = c;
+  run(part);
   if (g.bias.data == nullptr) return;
   for (int64_t row = begin; row < end; ++row, c += g.ldc) add_all(g.bias.at<float>(first), last - first, c);
 }

@@ -18,12 +18,12 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct BackProjectArgs {
   Matrices matrices;
-  const float* m;   // M, or the gradient to form it from
-  float* residual;  // project_onto with error feedback: M is formed
-  PendingFactors pending;
+  const float* m;             // M, or the gradient to form it from
+  float* residual = nullptr;  // project_onto with error feedback: M is formed
+  PendingFactors pending = {};
   const float* p;
   float* q;
-  const int32_t* flags;
+  const int32_t* flags = nullptr;
 };
 
 // Loads columns [k0, k0 + kRank) of a row of P; columns beyond the rank are zero.
@@ -234,14 +234,9 @@ void launch_for_rank(CudaStream stream, const MatrixTable& table, const BackProj
 }  // namespace
 
 void powersgd_back_project(CudaStream stream, const PowerSgdBackProject& op) {
-  launch_for_rank<false>(stream, *op.table,
-                         {.matrices = matrices_of(*op.table),
-                          .m = op.m,
-                          .residual = nullptr,
-                          .pending = {},
-                          .p = op.p,
-                          .q = op.q,
-                          .flags = op.flags});
+  launch_for_rank<false>(
+      stream, *op.table,
+      {.matrices = matrices_of(*op.table), .m = op.m, .p = op.p, .q = op.q, .flags = op.flags});
 }
 
 void powersgd_project_onto(CudaStream stream, const PowerSgdProjectOnto& op) {
@@ -250,8 +245,7 @@ void powersgd_project_onto(CudaStream stream, const PowerSgdProjectOnto& op) {
                           .residual = op.residual,
                           .pending = op.pending,
                           .p = op.p,
-                          .q = op.q,
-                          .flags = nullptr};
+                          .q = op.q};
   op.residual != nullptr ? launch_for_rank<true>(stream, *op.table, a)
                          : launch_for_rank<false>(stream, *op.table, a);
 }

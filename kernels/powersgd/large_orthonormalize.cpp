@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/math/orthonormalize.h"
 #include "kernels/powersgd/powersgd.h"
 
 namespace gradwire::host {
@@ -67,28 +66,10 @@ GW_INLINE double factor(double* a, int32_t* dependent) {
   return smallest;
 }
 
-GW_SIMD void multiply_narrow(const TileProduct& p) {
-  multiply<NarrowSums>(p);
-}
-GW_AVX512 void multiply_wide(const TileProduct& p) {
-  multiply<WideSums>(p);
-}
-GW_SIMD double factor_narrow(double* a, int32_t* dependent) {
-  return factor<NarrowSums>(a, dependent);
-}
-GW_AVX512 double factor_wide(double* a, int32_t* dependent) {
-  return factor<WideSums>(a, dependent);
-}
-
 }  // namespace
 
-void multiply_tiles(const TileProduct& p) {
-  has_avx512() ? multiply_wide(p) : multiply_narrow(p);
-}
-
-double factor_tile(double* a, int32_t* dependent) {
-  return has_avx512() ? factor_wide(a, dependent) : factor_narrow(a, dependent);
-}
+GW_DEFINE_WIDEST(void, multiply_tiles, multiply, (const TileProduct& p), (p))
+GW_DEFINE_WIDEST(double, factor_tile, factor, (double* a, int32_t* dependent), (a, dependent))
 
 void pack_tile(const double* from, int64_t stride, double* to) {
   for (int j = 0; j < kSquareTile; j += kPanel, to += kPanel * kSquareTile) {
@@ -287,28 +268,10 @@ GW_INLINE void weigh(const WeightedRows& a) {
   }
 }
 
-GW_SIMD void gram_narrow(const GramBlock& a) {
-  gram<NarrowSums>(a);
-}
-GW_AVX512 void gram_wide(const GramBlock& a) {
-  gram<WideSums>(a);
-}
-GW_SIMD void weigh_narrow(const WeightedRows& a) {
-  weigh<NarrowSums>(a);
-}
-GW_AVX512 void weigh_wide(const WeightedRows& a) {
-  weigh<WideSums>(a);
-}
-
 }  // namespace
 
-void gram_block(const GramBlock& a) {
-  has_avx512() ? gram_wide(a) : gram_narrow(a);
-}
-
-void weigh_rows(const WeightedRows& a) {
-  has_avx512() ? weigh_wide(a) : weigh_narrow(a);
-}
+GW_DEFINE_WIDEST(void, gram_block, gram, (const GramBlock& a), (a))
+GW_DEFINE_WIDEST(void, weigh_rows, weigh, (const WeightedRows& a), (a))
 
 void pack_weights(const double* weights, int64_t stride, int rank, double* to) {
   for (int column = 0; column < rank; column += kPanel) {

@@ -5,12 +5,10 @@
 // Limit: FP64 arithmetic, n r^2 multiply-adds per matrix for the Gram matrix and the rows together, and 2/3
 // r^3 for the factor, on one SM. The algorithm is that of large_orthonormalize_host.cpp. Sums have a fixed
 // order.
-#include "kernels/powersgd/large_orthonormalize.h"
+#include "kernels/powersgd/orthonormalize.h"
 
 #include <algorithm>
 
-#include "kernels/math/orthonormalize.h"
-#include "kernels/powersgd/orthonormalize.h"
 #include "kernels/powersgd/powersgd.cuh"
 
 namespace gradwire::cuda {

@@ -7,7 +7,6 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/math/orthonormalize.h"
 #include "kernels/powersgd/orthonormalize.h"
 #include "kernels/simd/vector.h"
 #include "runtime/threads/thread.h"

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "kernels/powersgd/large_orthonormalize.h"
+#include "kernels/powersgd/orthonormalize.h"
 #include "kernels/simd/vector.h"
 
 namespace gradwire::host {
@@ -37,6 +37,18 @@ inline bool has_avx512() {
   return false;
 }
 #endif
+
+// Defines NAME as BODY<S> for the widest sums that the processor has.
+#define GW_DEFINE_WIDEST(RESULT, NAME, BODY, PARAMETERS, ARGUMENTS)        \
+  GW_SIMD static RESULT NAME##_narrow PARAMETERS {                         \
+    return BODY<NarrowSums> ARGUMENTS;                                     \
+  }                                                                        \
+  GW_AVX512 static RESULT NAME##_wide PARAMETERS {                         \
+    return BODY<WideSums> ARGUMENTS;                                       \
+  }                                                                        \
+  RESULT NAME PARAMETERS {                                                 \
+    return has_avx512() ? NAME##_wide ARGUMENTS : NAME##_narrow ARGUMENTS; \
+  }
 
 // Columns of a packed panel, whose element (k, c) is at [k][c]. A panel is read as a right factor, and its
 // columns as a left factor.

@@ -17,40 +17,34 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "kernels/powersgd/powersgd.h"
 
 namespace gradwire {
 
-// A product with a thin factor: P (rows, rank) = M Q or, with onto_p, Q (cols, rank) = M^T P. All matrices
-// are row-major dense FP32.
-struct ThinProduct {
-  bool onto_p = false;
-  int32_t rows = 0, cols = 0, rank = 0;
-  const float* m = nullptr;
-  const float* factor = nullptr;  // Q; onto_p: P
-  float* out = nullptr;           // P; onto_p: Q
-};
-
-// ThinProduct as an sgemm of BLAS, which is column-major: C (m, n) = A op(B), with op(B) (k, n). A row-major
-// matrix in memory equals the column-major matrix of its transpose.
+// A product with a thin factor, P (rows, rank) = M Q or, with onto_p, Q (cols, rank) = M^T P, as an sgemm of
+// BLAS, which is column-major: C (m, n) = A op(B), with op(B) (k, n). A row-major matrix in memory equals the
+// column-major matrix of its transpose, so P^T = Q^T M^T and Q^T = P^T M, where the memory of M is M^T.
 struct ThinGemm {
-  bool transpose_b = false;
+  bool transpose_b = false;  // onto_p
   int m = 0, n = 0, k = 0;
-  const float* a = nullptr;
+  const float* a = nullptr;  // Q; onto_p: P
   int lda = 0;
-  const float* b = nullptr;
+  const float* b = nullptr;  // M
   int ldb = 0;
-  float* c = nullptr;
+  float* c = nullptr;  // P; onto_p: Q
   int ldc = 0;
 };
-ThinGemm thin_gemm(const ThinProduct& product);
+// Returns the products of all matrices of a table.
+std::vector<ThinGemm> thin_gemms(const MatrixTable& table, bool onto_p, const float* m, const float* factors,
+                                 float* out);
 
 class ThinProducts {
  public:
   virtual ~ThinProducts() = default;
   virtual std::string name() const = 0;  // returns the library's name with its version
-  virtual void run(const Stream& stream, std::span<const ThinProduct> products) = 0;
+  virtual void run(const Stream& stream, std::span<const ThinGemm> products) = 0;
 };
 
 // Returns the device's library, or null.

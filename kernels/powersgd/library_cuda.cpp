@@ -71,13 +71,12 @@ class CublasProducts final : public ThinProducts {
     return fmt::format("cuBLAS {}.{}.{}", major, minor, patch);
   }
 
-  void run(const Stream& stream, std::span<const ThinProduct> products) override {
+  void run(const Stream& stream, std::span<const ThinGemm> products) override {
     if (products.empty()) return;
     detail::make_current(stream.device());
     cublasHandle_t handle = handle_for(stream.native());
     const float one = 1.0f, zero = 0.0f;
-    for (const ThinProduct& product : products) {
-      const ThinGemm g = thin_gemm(product);
+    for (const ThinGemm& g : products) {
       OpCount::launch("cublasSgemm");
       check(api_.sgemm(handle, CUBLAS_OP_N, g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, g.m, g.n, g.k, &one,
                        g.a, g.lda, g.b, g.ldb, &zero, g.c, g.ldc),

@@ -8,8 +8,6 @@
 // sums have a fixed order.
 #include "kernels/powersgd/orthonormalize.h"
 
-#include "kernels/math/orthonormalize.h"
-#include "kernels/powersgd/large_orthonormalize.h"
 #include "kernels/powersgd/powersgd.cuh"
 
 namespace gradwire::cuda {

@@ -16,15 +16,17 @@
 //
 // Up to rank kMostSmallRank one task, or one block on CUDA, orthonormalizes a matrix. Above, the arithmetic
 // is the limit: tasks share a matrix, by tiles of the Gram matrix and by rows, and its factor is computed by
-// tiles in `scratch` (large_orthonormalize.h).
+// tiles in `scratch`.
 //
 // Bytes: 4 * n * r read twice and written once per pass; at PowerSGD's sizes in cache. Deterministic, and
 // independent of the number of threads. In place (out == in) is allowed.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 
+#include "kernels/math/random.h"
 #include "kernels/math/small_float.h"
 #include "kernels/powersgd/powersgd.h"
 
@@ -78,6 +80,103 @@ GW_HD float column_scale(double squares) {
 }
 GW_HD float shape_scale(int32_t rows, int32_t cols) {
   return static_cast<float>(sqrt(static_cast<double>(rows) / cols));
+}
+
+// Definitions shared by the host and the CUDA orthonormalization: when a column counts as dependent, when a
+// pass is final, and the random values of a re-seeded column.
+
+// All pivots below are of the Gram matrix with columns scaled to norm 1, so they are squared sines.
+
+// At or below this pivot, a column depends on the previous columns: only the rounding of its FP32 entries is
+// left.
+inline constexpr double kDependentPivot = 1e-14;
+// A pass loses about eps64 / pivot of orthogonality. At or above this pivot, the result is final: the loss is
+// 1e-10, far below the rounding of the FP32 result. Below this pivot, another pass follows.
+inline constexpr double kFinalPivot = 1e-6;
+// The same above rank kMostSmallRank, where weights are rounded to 2^-30 (exact_weight): the loss is below
+// 1e-8.
+inline constexpr double kFinalPivotOfRoundedWeights = 1e-2;
+// Two passes suffice up to a condition number of 1e8, plus one pass per re-seeding. Bad random directions,
+// which are rare, need more passes.
+inline constexpr int kMaxOrthonormalizePasses = 16;
+
+// Returns row `row` of the random direction that replaces `column`; approximately normal. `attempt` counts
+// the column's re-seedings.
+GW_HD float reseed_value(uint64_t seed, uint64_t step, int32_t seed_id, int which, int column, int attempt,
+                         int32_t row) {
+  uint64_t stream = (static_cast<uint64_t>(static_cast<uint32_t>(seed_id)) << 32) |
+                    (static_cast<uint64_t>(which & 0xff) << 24) |
+                    (static_cast<uint64_t>(attempt & 0xff) << 16) | static_cast<uint64_t>(column & 0xffff);
+  return rough_normal(philox(seed, stream, (step << 32) | static_cast<uint32_t>(row)));
+}
+
+// Rounds a weight to 29 bits, so that its product with a float is exact in FP64. A sum of products then has
+// the same bits with and without fused multiply-adds, and therefore on every processor.
+GW_HD double exact_weight(double weight) {
+  constexpr uint64_t kDropped = (uint64_t{1} << 24) - 1;
+#ifdef __CUDA_ARCH__
+  const auto bits = static_cast<uint64_t>(__double_as_longlong(weight));
+  return __longlong_as_double(static_cast<long long>((bits + kDropped / 2 + 1) & ~kDropped));
+#else
+  return std::bit_cast<double>((std::bit_cast<uint64_t>(weight) + kDropped / 2 + 1) & ~kDropped);
+#endif
+}
+
+// Orthonormalization above rank kMostSmallRank: the scratch memory of a matrix, the same on host and CUDA.
+//
+// A pass computes the lower triangle of the Gram matrix, tile by tile, into `square`; the factor L overwrites
+// the Gram matrix, and the weights L^-T are stored in the upper triangle, with the tiles on the diagonal.
+// Rows and columns of `square` are in the order of elimination, padded with the identity to whole tiles.
+
+inline constexpr int kMostSmallRank = 64;
+inline constexpr int kSquareTile = 64;
+
+GW_HD int tiles_of(int rank) {
+  return (rank + kSquareTile - 1) / kSquareTile;
+}
+
+// Returns the number of tiles on or below the diagonal.
+GW_HD int lower_tiles(int tiles) {
+  return tiles * (tiles + 1) / 2;
+}
+
+// Returns the size of a matrix's scratch memory; 0 for small ranks.
+GW_HD int64_t large_scratch_doubles(int rank) {
+  const int64_t size = int64_t{tiles_of(rank)} * kSquareTile;
+  return rank > kMostSmallRank ? size * (size + 4) : 0;
+}
+
+// What a pass has left to do for a matrix.
+enum class LargeState : int32_t { active, last_rows, done };
+
+struct LargeScratch {
+  int size;        // the rank, rounded up to whole tiles
+  double* square;  // (size, size)
+  double* scale;   // (size) 1 / norm of each column
+  int32_t *orders, *attempts, *dependent;
+  LargeState* state;
+
+  GW_HD LargeScratch(double* scratch, int rank)
+      : size(tiles_of(rank) * kSquareTile),
+        square(scratch),
+        scale(square + static_cast<int64_t>(size) * size),
+        orders(reinterpret_cast<int32_t*>(scale + size)),
+        attempts(orders + 2 * size),
+        dependent(attempts + size),
+        state(reinterpret_cast<LargeState*>(dependent + size)) {}
+  // Returns the elimination order of a pass, (size). The factor of a pass writes the next pass's order while
+  // this pass's order is still in use.
+  GW_HD int32_t* order(int pass) const { return orders + pass % 2 * size; }
+  GW_HD double* tile(int row, int column) const {
+    return square + (static_cast<int64_t>(row) * size + column) * kSquareTile;
+  }
+};
+
+// Splits the index of a tile on or below the diagonal into its row and column.
+GW_HD void split_lower(int index, int& row, int& column) {
+  row = 0;
+  while (lower_tiles(row + 1) <= index) ++row;
+  column = index - lower_tiles(row);
 }
 
 }  // namespace gradwire

@@ -9,8 +9,6 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/math/orthonormalize.h"
-#include "kernels/powersgd/large_orthonormalize.h"
 #include "kernels/powersgd/orthonormalize.h"
 #include "kernels/simd/vector.h"
 #include "runtime/threads/thread_pool.h"

@@ -14,10 +14,12 @@
 #include <vector>
 
 #include "kernels/math/small_float.h"
+#include "kernels/powersgd/orthonormalize.h"
 #include "kernels/powersgd/powersgd.h"
 #include "kernels/powersgd/powersgd_simd.h"
 #include "kernels/simd/vector.h"
 #include "runtime/threads/thread_pool.h"
+#include "runtime/util/error.h"
 
 namespace gradwire::host {
 namespace {
@@ -67,14 +69,35 @@ void restore_run(const float* grad, float* residual, int64_t begin, int64_t end)
   }
 }
 
-// The pending factors of a matrix, starting at a row and a column; null: nothing is pending.
-struct PendingPart {
-  const float *p = nullptr, *q = nullptr;
-};
-PendingPart pending_part(const PendingFactors& pending, int matrix, const MatrixDescriptor& d, int64_t row,
-                         int64_t column) {
-  if (pending.p == nullptr || flagged(pending.flags, matrix)) return {};
-  return {pending.p + d.p_offset + row * d.rank, pending.q + d.q_offset + column * d.rank};
+// Returns rows and columns of a matrix, starting at (row, column), with the pending factors; pending_p is
+// null where nothing is pending.
+MatrixPart part_of(const MatrixTable& table, int matrix, const float* grad, float* residual,
+                   const PendingFactors& pending, int64_t row, int64_t rows, int64_t column,
+                   int64_t columns) {
+  const MatrixDescriptor& d = table.host()[matrix];
+  const int64_t origin = d.offset + row * d.cols + column;
+  const bool pends = pending.p != nullptr && !flagged(pending.flags, matrix);
+  return {.grad = grad + origin,
+          .residual = residual != nullptr ? residual + origin : nullptr,
+          .pending_p = pends ? pending.p + d.p_offset + row * d.rank : nullptr,
+          .pending_q = pends ? pending.q + d.q_offset + column * d.rank : nullptr,
+          .rows = rows,
+          .columns = columns,
+          .cols = d.cols,
+          .rank = d.rank};
+}
+
+// Adds the pending product to whole rows of the residual, if there is one.
+void settle_rows(const MatrixPart& m) {
+  if (m.pending_p == nullptr) return;
+  reconstruct_rows({.p = m.pending_p,
+                    .q = m.pending_q,
+                    .out = m.residual,
+                    .scale = 1.0f,
+                    .rows = m.rows,
+                    .cols = m.cols,
+                    .rank = m.rank,
+                    .mode = Reconstruct::settle});
 }
 
 // The columns of a matrix that one thread sums, in pieces of rows whose sums are stored in sequence.
@@ -130,22 +153,11 @@ void sum_pieces(const MatrixTable& table, const int32_t* flags, float* q, const 
 // Computes Q = M^T P of the matrices that are not flagged. `m` is M; with a residual, it is the gradient, and
 // M is formed in the residual.
 void project_transposed(const MatrixTable& table, const int32_t* flags, const float* p, float* q,
-                        const float* m, float* residual, const PendingFactors& pending_factors) {
+                        const float* m, float* residual, const PendingFactors& pending) {
   sum_pieces(table, flags, q, [&](const ColumnSums& c, int64_t row, int64_t rows, float* sums) {
     const auto& d = table.host()[c.matrix];
-    const int64_t origin = d.offset + row * d.cols + c.column;
-    const PendingPart pending = pending_part(pending_factors, c.matrix, d, row, c.column);
-    back_project_piece({.m = m + origin,
-                        .residual = residual != nullptr ? residual + origin : nullptr,
-                        .pending_p = pending.p,
-                        .pending_q = pending.q,
-                        .p = p + d.p_offset + row * d.rank,
-                        .sums = sums,
-                        .rows = rows,
-                        .columns = c.columns,
-                        .cols = d.cols,
-                        .stride = c.stride,
-                        .rank = d.rank});
+    back_project_piece(part_of(table, c.matrix, m, residual, pending, row, rows, c.column, c.columns),
+                       p + d.p_offset + row * d.rank, sums, c.stride);
   });
 }
 
@@ -154,42 +166,21 @@ void project_transposed(const MatrixTable& table, const int32_t* flags, const fl
 void powersgd_project(const PowerSgdProject& a) {
   for_rows(*a.table, [&](int matrix, int64_t begin, int64_t end) {
     const auto& d = a.table->host()[matrix];
-    const int64_t origin = d.offset + begin * d.cols;
-    const PendingPart pending = pending_part(a.pending, matrix, d, begin, 0);
-    project_rows({.grad = a.grad + origin,
-                  .residual = a.residual != nullptr ? a.residual + origin : nullptr,
-                  .pending_p = pending.p,
-                  .pending_q = pending.q,
-                  .q = a.q + d.q_offset,
-                  .p = a.p + d.p_offset + begin * d.rank,
-                  .rows = end - begin,
-                  .cols = d.cols,
-                  .rank = d.rank});
+    project_rows(part_of(*a.table, matrix, a.grad, a.residual, a.pending, begin, end - begin, 0, d.cols),
+                 a.q + d.q_offset, a.p + d.p_offset + begin * d.rank);
   });
 }
 
 void powersgd_form(const PowerSgdForm& a) {
   for_rows(*a.table, [&](int matrix, int64_t begin, int64_t end) {
-    const auto& d = a.table->host()[matrix];
-    const int64_t origin = d.offset + begin * d.cols, count = (end - begin) * d.cols;
-    const PendingPart pending = pending_part(a.pending, matrix, d, begin, 0);
-    float* m = a.residual + origin;
-    if (pending.p != nullptr) {
-      reconstruct_rows({.p = pending.p,
-                        .q = pending.q,
-                        .out = m,
-                        .scale = 1.0f,
-                        .rows = end - begin,
-                        .cols = d.cols,
-                        .rank = d.rank,
-                        .mode = Reconstruct::settle});
-    }
-    const float* grad = a.grad + origin;
+    const MatrixPart part = part_of(*a.table, matrix, a.grad, a.residual, a.pending, begin, end - begin, 0,
+                                    a.table->host()[matrix].cols);
+    settle_rows(part);
     bool finite = true;
-    for (int64_t i = 0; i < count; ++i) {
-      const float sum = grad[i] + m[i];
+    for (int64_t i = 0; i < part.rows * part.cols; ++i) {
+      const float grad = part.grad[i], sum = grad + part.residual[i];
       finite &= is_finite(sum);
-      if (is_finite(grad[i])) m[i] = std::clamp(sum, -FLT_MAX, FLT_MAX);
+      if (is_finite(grad)) part.residual[i] = std::clamp(sum, -FLT_MAX, FLT_MAX);
     }
     // The store is atomic because several threads may have rows of one matrix.
     if (!finite) std::atomic_ref(a.marks[matrix]).store(1, std::memory_order_relaxed);
@@ -238,17 +229,8 @@ void powersgd_settle(const PowerSgdSettle& a) {
   for_rows(
       *a.table,
       [&](int matrix, int64_t begin, int64_t end) {
-        const auto& d = a.table->host()[matrix];
-        const PendingPart pending = pending_part(a.pending, matrix, d, begin, 0);
-        if (pending.p == nullptr) return;
-        reconstruct_rows({.p = pending.p,
-                          .q = pending.q,
-                          .out = a.residual + d.offset + begin * d.cols,
-                          .scale = 1.0f,
-                          .rows = end - begin,
-                          .cols = d.cols,
-                          .rank = d.rank,
-                          .mode = Reconstruct::settle});
+        settle_rows(part_of(*a.table, matrix, a.residual, a.residual, a.pending, begin, end - begin, 0,
+                            a.table->host()[matrix].cols));
       },
       a.matrix);
 }
@@ -256,6 +238,32 @@ void powersgd_settle(const PowerSgdSettle& a) {
 }  // namespace gradwire::host
 
 namespace gradwire {
+
+MatrixTable::MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> matrices)
+    : host_(std::move(matrices)) {
+  std::vector<MatrixBlocks>& starts = host_blocks_;
+  for (MatrixDescriptor& d : host_) {
+    int32_t most = std::min({d.rows, d.cols, static_cast<int32_t>(kMaxPowerSgdRank)});
+    if (d.rank < 1 || d.rank > most) {
+      throw BadInput("PowerSGD: rank {} for a {} x {} matrix; it must be from 1 to {}", d.rank, d.rows,
+                     d.cols, most);
+    }
+    elements_ += int64_t{d.rows} * d.cols;
+    p_elements_ += int64_t{d.rows} * d.rank;
+    q_elements_ += int64_t{d.cols} * d.rank;
+    max_rank_ = std::max(max_rank_, d.rank);
+    d.scratch = scratch_doubles_;
+    scratch_doubles_ += large_scratch_doubles(d.rank);
+    auto pieces = [](int32_t size, int32_t piece) { return (size + piece - 1) / piece; };
+    starts.push_back({.row_tile = starts.back().row_tile + pieces(d.rows, kRowTileRows),
+                      .panel = starts.back().panel + pieces(d.cols, panel_columns(d.rows)),
+                      .tile = starts.back().tile + pieces(d.rows, kTileRows) * pieces(d.cols, kTileCols)});
+  }
+  device_ = make_buffer<MatrixDescriptor>(stream.device(), count());
+  to_device(stream, device_.as<MatrixDescriptor>(), std::span<const MatrixDescriptor>(host_));
+  blocks_ = make_buffer<MatrixBlocks>(stream.device(), count() + 1);
+  to_device(stream, blocks_.as<MatrixBlocks>(), std::span<const MatrixBlocks>(starts));
+}
 
 SegmentTable::SegmentTable(const Stream& stream, std::vector<Segment> segments) : host_(std::move(segments)) {
   for (const Segment& s : host_) longest_ = std::max(longest_, s.count);

@@ -73,14 +73,10 @@ GW_INLINE void outer_tile(const float* p, int rank, const float* turned, int64_t
   }
 }
 
-// Some rows and columns of the gradient and the residual, and their pending factors.
-struct Fresh {
-  const float* grad;
-  float* residual;         // null: no error feedback
-  const float* pending_p;  // null: nothing is pending
-  const float* pending;    // Q transposed: (rank, stride)
-  int64_t cols, stride;
-  int rank;
+// A part of M with its pending Q transposed: (rank, stride).
+struct Fresh : MatrixPart {
+  const float* pending;
+  int64_t stride;
 };
 
 // Writes one tile of M to `m`, rows m_stride apart; columns from `count` on are 0.
@@ -222,7 +218,7 @@ int64_t piece_columns(int rank, int64_t cols) {
   return std::min(most, round_up(cols, kStrip));
 }
 
-GW_SIMD void project_rows(const ProjectRows& a) {
+GW_SIMD void project_rows(const MatrixPart& a, const float* q, float* p) {
   alignas(64) float turned[kPieceFloats], pending[kPieceFloats];
   alignas(64) float m[kRowTile * kPieceFloats / 8];  // used where rank > kRankTile
   constexpr int64_t kMostRows = 128;
@@ -234,9 +230,9 @@ GW_SIMD void project_rows(const ProjectRows& a) {
     int64_t piece = piece_columns(a.rank, a.cols);
     for (int64_t column = 0; column < a.cols; column += piece) {
       int64_t columns = std::min(piece, a.cols - column), stride = round_up(columns, kStrip);
-      turn(a.q + column * a.rank, a.rank, columns, stride, turned);
+      turn(q + column * a.rank, a.rank, columns, stride, turned);
       if (a.pending_p != nullptr) turn(a.pending_q + column * a.rank, a.rank, columns, stride, pending);
-      const Fresh fresh{a.grad, a.residual, a.pending_p, pending, a.cols, stride, a.rank};
+      const Fresh fresh{a, pending, stride};
       if (a.rank == 1) {
         project_rows_of_rank<1>(fresh, first, rows, column, columns, turned, sums);
       } else if (a.rank == 2) {
@@ -255,7 +251,7 @@ GW_SIMD void project_rows(const ProjectRows& a) {
       }
     }
     for (int64_t i = 0; i < rows; ++i) {
-      for (int k = 0; k < a.rank; ++k) a.p[(first + i) * a.rank + k] = sums[i * sums_stride + k];
+      for (int k = 0; k < a.rank; ++k) p[(first + i) * a.rank + k] = sums[i * sums_stride + k];
     }
   }
 }
@@ -324,27 +320,27 @@ GW_INLINE void back_rows(const float* m, int64_t m_stride, int64_t columns, cons
 
 }  // namespace
 
-GW_SIMD void back_project_piece(const BackProjectPiece& a) {
+GW_SIMD void back_project_piece(const MatrixPart& a, const float* p, float* sums, int64_t stride) {
   alignas(64) float pending[kPieceFloats];
   alignas(64) float block[kMostBlockRows * kBlockColumns];  // a block of M
-  std::fill(a.sums, a.sums + a.rank * a.stride, 0.0f);
-  if (a.pending_p != nullptr) turn(a.pending_q, a.rank, a.columns, a.stride, pending);
-  const Fresh fresh{a.m, a.residual, a.pending_p, pending, a.cols, a.stride, a.rank};
+  std::fill(sums, sums + a.rank * stride, 0.0f);
+  if (a.pending_p != nullptr) turn(a.pending_q, a.rank, a.columns, stride, pending);
+  const Fresh fresh{a, pending, stride};
   const int64_t step = block_rows(a.rank);
   for (int64_t row = 0; row < a.rows; row += step) {
     const int64_t rows = std::min(step, a.rows - row);
-    const float* p = a.p + row * a.rank;
+    const float* weights = p + row * a.rank;
     if (a.residual == nullptr) {
-      const float* m = a.m + row * a.cols;
+      const float* m = a.grad + row * a.cols;
       // Prefetches the next rows in memory order, independent of the order of the tiles.
       const float* ahead = a.columns == a.cols ? m + rows * a.cols : nullptr;
-      back_rows(m, a.cols, a.columns, p, a.rank, rows, ahead, a.sums, a.stride);
+      back_rows(m, a.cols, a.columns, weights, a.rank, rows, ahead, sums, stride);
       continue;
     }
     for (int64_t column = 0; column < a.columns; column += kBlockColumns) {
       const int64_t columns = std::min(kBlockColumns, a.columns - column);
       form_block(fresh, row, rows, column, columns, block, kBlockColumns);
-      back_rows(block, kBlockColumns, columns, p, a.rank, rows, nullptr, a.sums + column, a.stride);
+      back_rows(block, kBlockColumns, columns, weights, a.rank, rows, nullptr, sums + column, stride);
     }
   }
 }

@@ -20,16 +20,16 @@ constexpr int kMostStaged = 64;  // columns of P and Q in shared memory; higher 
 enum class Mode : uint8_t { reconstruct, settle, form };
 
 struct ReconstructArgs {
-  Matrices matrices;
-  const float *p, *q;  // form: null if nothing is pending
-  float* out;          // grad; settle: the residual
-  float* residual;     // reconstruct: restored where flagged, unless null
-  const float* grad;   // form only
-  int32_t* marks;      // form only: 1 where M is not finite
-  float scale;
+  Matrices matrices = {};
+  const float *p, *q;           // form: null if nothing is pending
+  float* out;                   // grad; settle: the residual
+  float* residual = nullptr;    // reconstruct: restored where flagged, unless null
+  const float* grad = nullptr;  // form only
+  int32_t* marks = nullptr;     // form only: 1 where M is not finite
+  float scale = 1.0f;
   const int32_t* flags;
-  int32_t first_block;  // first block of the table
-  int staged;           // columns of P and Q in shared memory: sizes the shared arrays
+  int32_t first_block = 0;  // first block of the table
+  int staged = 0;           // columns of P and Q in shared memory: sizes the shared arrays
 };
 
 struct Tile {
@@ -197,19 +197,9 @@ void launch_reconstruct(const char* name, CudaStream stream, const MatrixTable& 
 }  // namespace
 
 void powersgd_reconstruct(CudaStream stream, const PowerSgdReconstruct& op) {
-  launch_reconstruct<Mode::reconstruct>("powersgd_reconstruct", stream, *op.table,
-                                        op.table->host_blocks().back().tile,
-                                        {.matrices = {},
-                                         .p = op.p,
-                                         .q = op.q,
-                                         .out = op.grad,
-                                         .residual = op.residual,
-                                         .grad = nullptr,
-                                         .marks = nullptr,
-                                         .scale = op.scale,
-                                         .flags = op.flags,
-                                         .first_block = 0,
-                                         .staged = 0});
+  launch_reconstruct<Mode::reconstruct>(
+      "powersgd_reconstruct", stream, *op.table, op.table->host_blocks().back().tile,
+      {.p = op.p, .q = op.q, .out = op.grad, .residual = op.residual, .scale = op.scale, .flags = op.flags});
 }
 
 void powersgd_settle(CudaStream stream, const PowerSgdSettle& op) {
@@ -218,32 +208,21 @@ void powersgd_settle(CudaStream stream, const PowerSgdSettle& op) {
   const int32_t first = op.matrix < 0 ? 0 : starts[op.matrix].tile;
   const int32_t end = op.matrix < 0 ? op.table->host_blocks().back().tile : starts[op.matrix + 1].tile;
   launch_reconstruct<Mode::settle>("powersgd_settle", stream, *op.table, end - first,
-                                   {.matrices = {},
-                                    .p = op.pending.p,
+                                   {.p = op.pending.p,
                                     .q = op.pending.q,
                                     .out = op.residual,
-                                    .residual = nullptr,
-                                    .grad = nullptr,
-                                    .marks = nullptr,
-                                    .scale = 1.0f,
                                     .flags = op.pending.flags,
-                                    .first_block = first,
-                                    .staged = 0});
+                                    .first_block = first});
 }
 
 void powersgd_form(CudaStream stream, const PowerSgdForm& op) {
   launch_reconstruct<Mode::form>("powersgd_form", stream, *op.table, op.table->host_blocks().back().tile,
-                                 {.matrices = {},
-                                  .p = op.pending.p,
+                                 {.p = op.pending.p,
                                   .q = op.pending.q,
                                   .out = op.residual,
-                                  .residual = nullptr,
                                   .grad = op.grad,
                                   .marks = op.marks,
-                                  .scale = 1.0f,
-                                  .flags = op.pending.flags,
-                                  .first_block = 0,
-                                  .staged = 0});
+                                  .flags = op.pending.flags});
 }
 
 }  // namespace gradwire::cuda

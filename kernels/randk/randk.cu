@@ -75,11 +75,10 @@ __device__ void show_non_finite(const GatherArgs& a, int64_t at) {
   a.values[t.packed + stratum] = bits_float(0x7fc00000u);
 }
 
-struct KeepBody {
-  const GatherArgs& a;
-
-  template <int W>
-  __device__ __forceinline__ void at(int64_t i) const {
+__global__ void __launch_bounds__(kVectorThreads)
+    randk_keep_kernel(const __grid_constant__ GatherArgs a, const __grid_constant__ VectorSplit split) {
+  for_each_vector<kWidth>(split, [&](auto width, int64_t i) {
+    constexpr int W = decltype(width)::value;
     float g[W], e[W], zero[W];
     load<W>(a.grad + i, g);
     if (a.residual != nullptr) load<W>(a.residual + i, e);
@@ -94,12 +93,7 @@ struct KeepBody {
     }
     if (a.residual != nullptr) store<W>(a.residual + i, e);
     store<W>(a.grad + i, zero);
-  }
-};
-
-__global__ void __launch_bounds__(kVectorThreads)
-    randk_keep_kernel(const __grid_constant__ GatherArgs a, const __grid_constant__ VectorSplit split) {
-  for_each_vector<kWidth>(split, KeepBody{a});
+  });
 }
 
 __global__ void __launch_bounds__(kVectorThreads)

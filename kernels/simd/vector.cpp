@@ -25,8 +25,8 @@ GW_SIMD void add_all(const float* x, int64_t count, float* to) {
 namespace {
 
 template <typename T>
-GW_INLINE void combine_rows_of(const T* partial, int64_t count, int64_t stride, int64_t width,
-                               bool accumulate, float* sum) {
+GW_SIMD void combine_rows(const T* partial, int64_t count, int64_t stride, int64_t width, bool accumulate,
+                          float* sum) {
   constexpr int64_t kTile = 256;
   for (int64_t begin = 0; begin < width; begin += kTile) {
     int64_t n = std::min(kTile, width - begin);
@@ -40,17 +40,7 @@ GW_INLINE void combine_rows_of(const T* partial, int64_t count, int64_t stride, 
   }
 }
 
-GW_SIMD void combine_rows(const Bf16* partial, int64_t count, int64_t stride, int64_t width, bool accumulate,
-                          float* sum) {
-  combine_rows_of(partial, count, stride, width, accumulate, sum);
-}
-
 }  // namespace
-
-GW_SIMD void combine_partial_sums(const float* partial, int64_t count, int64_t stride, int64_t width,
-                                  bool accumulate, float* sum) {
-  combine_rows_of(partial, count, stride, width, accumulate, sum);
-}
 
 void combine_partial_sums(const PartialSums& of) {
   for (size_t i = 0; i < of.sums.size(); ++i) {
@@ -59,7 +49,7 @@ void combine_partial_sums(const PartialSums& of) {
     if (of.partial_bf16 != nullptr)
       combine_rows(of.partial_bf16 + first, of.count, of.pitch, of.width, of.accumulate, of.sums[i]);
     else
-      combine_partial_sums(of.partial + first, of.count, of.pitch, of.width, of.accumulate, of.sums[i]);
+      combine_rows(of.partial + first, of.count, of.pitch, of.width, of.accumulate, of.sums[i]);
   }
 }
 

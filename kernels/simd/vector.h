@@ -306,16 +306,34 @@ namespace gradwire::host {
 // Divides rows into pieces for host ops. The division depends only on the shape, so that results never depend
 // on the number of threads.
 
-// Returns the number of rows in a piece of about 64 KiB of floats: large enough to hide a task's cost, small
-// enough for a core's cache.
-inline int64_t rows_per_piece(int64_t width) {
-  return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, width));
-}
-
+// Divides into pieces of about 64 KiB of floats: large enough to hide a task's cost, small enough for a
+// core's cache.
 template <typename Body>
 void for_rows(int64_t rows, int64_t width, const Body& body) {
-  parallel_for(rows, rows_per_piece(width), body);
+  parallel_for(rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, width)), body);
 }
+
+// Runs an element-wise op (kernels/passes/passes.h) on elements [begin, end), in the instruction set of the
+// caller.
+struct ElementLoop {
+  int64_t begin, end;
+
+  template <typename T>
+  GW_INLINE T once(const T* scalar) const {
+    return *scalar;
+  }
+  template <typename Element, typename... Arrays>
+  GW_INLINE void operator()(const Element& element, Arrays... arrays) const {
+#pragma omp simd
+    for (int64_t i = begin; i < end; ++i) {
+      [&](auto... x) __attribute__((always_inline)) {
+        element(x...);
+        (arrays.store(i, x), ...);
+      }
+      (arrays.load(i)...);
+    }
+  }
+};
 
 // Conversions between FP32 and BF16 on the host, whole rows at a time.
 

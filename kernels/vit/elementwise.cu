@@ -126,10 +126,6 @@ void merge_heads(CudaStream stream, const MergeHeads<S>& a) {
                  a.heads * a.head_dim);
 }
 
-GW_INSTANTIATE_CUDA_OP(split_heads, SplitHeads)
-GW_INSTANTIATE_CUDA_OP(split_heads_backward, SplitHeadsBackward)
-GW_INSTANTIATE_CUDA_OP(merge_heads, MergeHeads)
-
 // column_sum and bias_residual.
 //
 // column_sum reads each element once (FP32 4 B, BF16 2 B), in 16-byte accesses. The partial sums are at most
@@ -248,9 +244,6 @@ void bias_residual(CudaStream stream, const BiasResidual<S>& a) {
                  AddBiasResidual<S>{a.y, a.bias, a.residual, a.x, a.width}, a.rows, a.width);
 }
 
-GW_INSTANTIATE_CUDA_OP(column_sum, ColumnSum)
-GW_INSTANTIATE_CUDA_OP(bias_residual, BiasResidual)
-
 // bias_gelu and bias_gelu_backward by kernels/math/gelu.h: exact GELU in about 45 FP32 operations per
 // element, or 20 where the result is rounded to BF16; the tanh form in 30, or 15.
 //
@@ -259,11 +252,6 @@ GW_INSTANTIATE_CUDA_OP(bias_residual, BiasResidual)
 // bandwidth (arithmetic takes about two thirds of the time).
 
 namespace {
-
-template <int W>
-struct GeluBias {
-  float value[W];
-};
 
 // Results that are rounded to BF16 need fewer instructions.
 template <typename S>
@@ -277,13 +265,13 @@ struct Forward {
   int64_t width;
 
   template <int W>
-  __device__ __forceinline__ GeluBias<W> column(int64_t c) const {
-    GeluBias<W> b{};
+  __device__ __forceinline__ Bias<W> column(int64_t c) const {
+    Bias<W> b{};
     if (bias != nullptr) load<W>(bias + c, b.value);
     return b;
   }
   template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, const GeluBias<W>& b) const {
+  __device__ __forceinline__ void at(int64_t row, int64_t c, const Bias<W>& b) const {
     const int64_t i = row * width + c;
     float pre[W], out[W];
     load<W>(x + i, pre);
@@ -317,16 +305,15 @@ struct Backward {
   }
 };
 
-// State per column for for_columns() in a backward pass without sums: no value depends on the column alone.
-struct Nothing {};
+// A backward pass without sums: no value depends on the column alone.
 template <typename S, Gelu kForm>
 struct BackwardAlone : Backward<S, kForm> {
   template <int W>
-  __device__ __forceinline__ Nothing column(int64_t) const {
-    return {};
+  __device__ __forceinline__ int column(int64_t) const {
+    return 0;
   }
   template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, Nothing) const {
+  __device__ __forceinline__ void at(int64_t row, int64_t c, int) const {
     float unused[W];
     Backward<S, kForm>::template at<W>(row, c, unused);
   }
@@ -363,9 +350,6 @@ void bias_gelu_backward(CudaStream stream, const BiasGeluBackward<S>& a) {
   if (!a.partial_only && a.workspace != nullptr) combine_sums(stream, {{a.sums()}});
 }
 
-GW_INSTANTIATE_CUDA_OP(bias_gelu, BiasGelu)
-GW_INSTANTIATE_CUDA_OP(bias_gelu_backward, BiasGeluBackward)
-
 // patchify, assemble_tokens and assemble_tokens_backward.
 //
 // patchify moves each pixel once (8 B in FP32, 6 B in BF16); a thread keeps its column of the patch matrix,
@@ -377,28 +361,25 @@ GW_INSTANTIATE_CUDA_OP(bias_gelu_backward, BiasGeluBackward)
 
 namespace {
 
-struct PixelPlace {
-  int64_t offset = 0;  // offset of the pixel from the corner of its patch in channel 0
-};
-
 template <typename S>
 struct MovePixels {
   const float* images;
   S* patches;
   int64_t channels, image, patch, grid;
 
+  // Returns the offset of the pixel from the corner of its patch in channel 0.
   template <int W>
-  __device__ __forceinline__ PixelPlace column(int64_t c) const {
+  __device__ __forceinline__ int64_t column(int64_t c) const {
     const int64_t ch = c / (patch * patch), rest = c - ch * patch * patch;
     const int64_t y = rest / patch, x = rest - y * patch;
-    return {(ch * image + y) * image + x};
+    return (ch * image + y) * image + x;
   }
   template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, const PixelPlace& p) const {
+  __device__ __forceinline__ void at(int64_t row, int64_t c, int64_t offset) const {
     const int64_t b = row / (grid * grid), i = row - b * grid * grid;
     const int64_t gy = i / grid, gx = i - gy * grid;
     float x[W];
-    load<W>(images + (b * channels * image + gy * patch) * image + gx * patch + p.offset, x);
+    load<W>(images + (b * channels * image + gy * patch) * image + gx * patch + offset, x);
     store<W>(patches + row * channels * patch * patch + c, x);
   }
 };
@@ -534,8 +515,6 @@ void assemble_tokens_backward(CudaStream stream, const AssembleTokensBackward<S>
          config, a);
 }
 
-GW_INSTANTIATE_CUDA_OP(patchify, Patchify)
-GW_INSTANTIATE_CUDA_OP(assemble_tokens, AssembleTokens)
-GW_INSTANTIATE_CUDA_OP(assemble_tokens_backward, AssembleTokensBackward)
+GW_ELEMENTWISE_OPS(GW_INSTANTIATE_CUDA_OP)
 
 }  // namespace gradwire::cuda

@@ -23,7 +23,6 @@ struct SplitHeads {
   S* v = nullptr;
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
 };
-GW_TYPED_OP(split_heads, SplitHeads)
 
 // Merges gradients, the inverse of the split: dq, dk, dv (B, H, T, D) -> d_qkv (B, T, 3C). Moves 24 B (FP32)
 // or 12 B (BF16) per element (b, t, c).
@@ -35,7 +34,6 @@ struct SplitHeadsBackward {
   S* d_qkv = nullptr;
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
 };
-GW_TYPED_OP(split_heads_backward, SplitHeadsBackward)
 
 // Merges (B, H, T, D) into (B, T, C), or splits with `inverse`. Moves 8 B (FP32) or 4 B (BF16) per element.
 template <typename S = float>
@@ -45,7 +43,6 @@ struct MergeHeads {
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
   bool inverse = false;
 };
-GW_TYPED_OP(merge_heads, MergeHeads)
 
 // Biases and residual branches, and the gradient of a bias: a sum over columns.
 // Shapes and the storage type S: kernels/vit/vit.h.
@@ -61,7 +58,6 @@ struct BiasResidual {
   float* x = nullptr;               // (rows, C) out; may equal residual or y
   int64_t rows = 0, width = 0;
 };
-GW_TYPED_OP(bias_residual, BiasResidual)
 
 // Arguments of sum (C) = column sums of x (rows, C): a bias gradient. Reads 4 B (FP32) or 2 B (BF16) per
 // element. A batch of arrays `stride` elements apart, with consecutive partial sums, requires partial_only.
@@ -91,7 +87,6 @@ struct ColumnSum {
     return of;
   }
 };
-GW_TYPED_OP(column_sum, ColumnSum)
 
 // Arguments of the second stage of the sums of several ops with `partial_only`, in one launch. The workspaces
 // of these ops must still hold their partial sums.
@@ -115,7 +110,6 @@ struct BiasGelu {
   int64_t rows = 0, width = 0;
   Gelu form = Gelu::exact;
 };
-GW_TYPED_OP(bias_gelu, BiasGelu)
 
 // Arguments of the backward pass: d_pre = dy * GELU'(pre); d_bias = the sum of d_pre over rows, before
 // rounding. Moves 12 B (FP32) or 6 B (BF16) per element.
@@ -135,7 +129,6 @@ struct BiasGeluBackward {
     return {workspace, column_chunks(rows).count, width, width, {d_bias}, accumulate};
   }
 };
-GW_TYPED_OP(bias_gelu_backward, BiasGeluBackward)
 
 // Conversion of images to tokens: builds the operand of the patch convolution, and adds class token, bias and
 // position to the result of the convolution. Shapes and the storage type S: kernels/vit/vit.h.
@@ -150,7 +143,6 @@ struct Patchify {
   int64_t batch = 0;
   int32_t channels = 0, image = 0, patch = 0;
 };
-GW_TYPED_OP(patchify, Patchify)
 
 // Arguments of the assembly of tokens: x(b, 0) = class_token + position(0); x(b, 1 + i) = projected(b, i) +
 // bias + position(1 + i). Moves 8 B (FP32) or 6 B (BF16) per element.
@@ -163,7 +155,6 @@ struct AssembleTokens {
   float* x = nullptr;                  // (B, T, C) out
   int64_t batch = 0, tokens = 0, width = 0;
 };
-GW_TYPED_OP(assemble_tokens, AssembleTokens)
 
 // Arguments of the backward pass. From dx (B, T, C): d_projected (B, T-1, C) = dx without row 0 of each
 // image; d_position (T, C), d_class_token (C) and d_bias (C) are sums over the batch (and over patches for
@@ -178,6 +169,18 @@ struct AssembleTokensBackward {
   int64_t batch = 0, tokens = 0, width = 0;
   bool accumulate = false;  // adds to the parameter gradients; d_projected is overwritten
 };
-GW_TYPED_OP(assemble_tokens_backward, AssembleTokensBackward)
+
+#define GW_ELEMENTWISE_OPS(OP)                 \
+  OP(split_heads, SplitHeads)                  \
+  OP(split_heads_backward, SplitHeadsBackward) \
+  OP(merge_heads, MergeHeads)                  \
+  OP(bias_residual, BiasResidual)              \
+  OP(column_sum, ColumnSum)                    \
+  OP(bias_gelu, BiasGelu)                      \
+  OP(bias_gelu_backward, BiasGeluBackward)     \
+  OP(patchify, Patchify)                       \
+  OP(assemble_tokens, AssembleTokens)          \
+  OP(assemble_tokens_backward, AssembleTokensBackward)
+GW_ELEMENTWISE_OPS(GW_TYPED_OP)
 
 }  // namespace gradwire

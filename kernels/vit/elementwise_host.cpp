@@ -12,9 +12,8 @@ namespace {
 // Copies in(token, head, d), plus the bias, to out(token, head, d) for one image; strides in elements; `bias`
 // may be null.
 template <typename S>
-GW_INLINE void move_heads_of(const S* in, int64_t in_token, int64_t in_head, const float* bias, S* out,
-                             int64_t out_token, int64_t out_head, int64_t tokens, int64_t heads,
-                             int64_t dim) {
+GW_SIMD void move_heads(const S* in, int64_t in_token, int64_t in_head, const float* bias, S* out,
+                        int64_t out_token, int64_t out_head, int64_t tokens, int64_t heads, int64_t dim) {
   for (int64_t h = 0; h < heads; ++h) {
     const float* head_bias = bias != nullptr ? bias + h * dim : nullptr;
     for (int64_t t = 0; t < tokens; ++t) {
@@ -29,15 +28,6 @@ GW_INLINE void move_heads_of(const S* in, int64_t in_token, int64_t in_head, con
       }
     }
   }
-}
-
-GW_SIMD void move_heads(const float* in, int64_t in_token, int64_t in_head, const float* bias, float* out,
-                        int64_t out_token, int64_t out_head, int64_t tokens, int64_t heads, int64_t dim) {
-  move_heads_of(in, in_token, in_head, bias, out, out_token, out_head, tokens, heads, dim);
-}
-GW_SIMD void move_heads(const Bf16* in, int64_t in_token, int64_t in_head, const float* bias, Bf16* out,
-                        int64_t out_token, int64_t out_head, int64_t tokens, int64_t heads, int64_t dim) {
-  move_heads_of(in, in_token, in_head, bias, out, out_token, out_head, tokens, heads, dim);
 }
 
 }  // namespace
@@ -88,27 +78,16 @@ void merge_heads(const MergeHeads<S>& a) {
   });
 }
 
-GW_INSTANTIATE_OP(split_heads, SplitHeads)
-GW_INSTANTIATE_OP(split_heads_backward, SplitHeadsBackward)
-GW_INSTANTIATE_OP(merge_heads, MergeHeads)
-
 // Host column_sum and bias_residual.
 
 namespace {
 
 template <typename S>
-GW_INLINE void add_rows_of(const S* x, int64_t rows, int64_t width, float* partial) {
+GW_SIMD void add_rows(const S* x, int64_t rows, int64_t width, float* partial) {
   for (int64_t r = 0; r < rows; ++r, x += width) {
 #pragma omp simd
     for (int64_t c = 0; c < width; ++c) partial[c] += widen(x[c]);
   }
-}
-
-GW_SIMD void add_rows(const float* x, int64_t rows, int64_t width, float* partial) {
-  add_rows_of(x, rows, width, partial);
-}
-GW_SIMD void add_rows(const Bf16* x, int64_t rows, int64_t width, float* partial) {
-  add_rows_of(x, rows, width, partial);
 }
 
 }  // namespace
@@ -127,7 +106,7 @@ void column_sum(const ColumnSum<S>& a) {
 namespace {
 
 template <typename S>
-GW_INLINE void bias_residual_rows_of(const BiasResidual<S>& a, int64_t begin, int64_t end) {
+GW_SIMD void bias_residual_rows(const BiasResidual<S>& a, int64_t begin, int64_t end) {
   const float* bias = a.bias;
   for (int64_t r = begin; r < end; ++r) {
     const S* y = a.y + r * a.width;
@@ -143,13 +122,6 @@ GW_INLINE void bias_residual_rows_of(const BiasResidual<S>& a, int64_t begin, in
   }
 }
 
-GW_SIMD void bias_residual_rows(const BiasResidual<float>& a, int64_t begin, int64_t end) {
-  bias_residual_rows_of(a, begin, end);
-}
-GW_SIMD void bias_residual_rows(const BiasResidual<Bf16>& a, int64_t begin, int64_t end) {
-  bias_residual_rows_of(a, begin, end);
-}
-
 }  // namespace
 
 template <typename S>
@@ -160,13 +132,6 @@ void bias_residual(const BiasResidual<S>& a) {
 void combine_sums(const CombineSums& a) {
   for (const PartialSums& of : a.of) combine_partial_sums(of);
 }
-
-GW_INSTANTIATE_OP(column_sum, ColumnSum)
-GW_INSTANTIATE_OP(bias_residual, BiasResidual)
-
-}  // namespace gradwire::host
-
-namespace gradwire::host {
 
 // Host patchify, assemble_tokens and assemble_tokens_backward.
 
@@ -206,7 +171,7 @@ void patchify(const Patchify<S>& a) {
 namespace {
 
 template <typename S>
-GW_INLINE void assemble_image_of(const AssembleTokens<S>& a, int64_t b) {
+GW_SIMD void assemble_image(const AssembleTokens<S>& a, int64_t b) {
   const int64_t width = a.width;
   const float *bias = a.bias, *class_token = a.class_token;
   float* x = a.x + b * a.tokens * width;
@@ -223,7 +188,7 @@ GW_INLINE void assemble_image_of(const AssembleTokens<S>& a, int64_t b) {
 
 // Computes columns [begin, end) of the parameter gradients.
 template <typename S>
-GW_INLINE void reduce_columns_of(const AssembleTokensBackward<S>& a, int64_t begin, int64_t end) {
+GW_SIMD void reduce_columns(const AssembleTokensBackward<S>& a, int64_t begin, int64_t end) {
   constexpr int64_t kTile = 64;
   for (int64_t c0 = begin; c0 < end; c0 += kTile) {
     const int64_t n = std::min(kTile, end - c0);
@@ -244,19 +209,6 @@ GW_INLINE void reduce_columns_of(const AssembleTokensBackward<S>& a, int64_t beg
     }
     for (int64_t c = 0; c < n; ++c) a.d_bias[c0 + c] = (a.accumulate ? a.d_bias[c0 + c] : 0.0f) + d_bias[c];
   }
-}
-
-GW_SIMD void assemble_image(const AssembleTokens<float>& a, int64_t b) {
-  assemble_image_of(a, b);
-}
-GW_SIMD void assemble_image(const AssembleTokens<Bf16>& a, int64_t b) {
-  assemble_image_of(a, b);
-}
-GW_SIMD void reduce_columns(const AssembleTokensBackward<float>& a, int64_t begin, int64_t end) {
-  reduce_columns_of(a, begin, end);
-}
-GW_SIMD void reduce_columns(const AssembleTokensBackward<Bf16>& a, int64_t begin, int64_t end) {
-  reduce_columns_of(a, begin, end);
 }
 
 }  // namespace
@@ -280,10 +232,6 @@ void assemble_tokens_backward(const AssembleTokensBackward<S>& a) {
   });
   parallel_for(a.width, 64, [&](int64_t begin, int64_t end) { reduce_columns(a, begin, end); });
 }
-
-GW_INSTANTIATE_OP(patchify, Patchify)
-GW_INSTANTIATE_OP(assemble_tokens, AssembleTokens)
-GW_INSTANTIATE_OP(assemble_tokens_backward, AssembleTokensBackward)
 
 }  // namespace gradwire::host
 
@@ -344,28 +292,14 @@ GW_INLINE void backward_rows_of(const BiasGeluBackward<S>& a, int64_t begin, int
 
 // Computes either form of GELU, so that the code is compiled once per instruction set.
 template <typename S>
-GW_INLINE void forward_rows_in_form(const BiasGelu<S>& a, int64_t begin, int64_t end) {
+GW_SIMD void forward_rows(const BiasGelu<S>& a, int64_t begin, int64_t end) {
   if (a.form == Gelu::tanh) return forward_rows_of<Gelu::tanh>(a, begin, end);
   forward_rows_of<Gelu::exact>(a, begin, end);
 }
 template <typename S>
-GW_INLINE void backward_rows_in_form(const BiasGeluBackward<S>& a, int64_t begin, int64_t end,
-                                     float* d_bias) {
+GW_SIMD void backward_rows(const BiasGeluBackward<S>& a, int64_t begin, int64_t end, float* d_bias) {
   if (a.form == Gelu::tanh) return backward_rows_of<Gelu::tanh>(a, begin, end, d_bias);
   backward_rows_of<Gelu::exact>(a, begin, end, d_bias);
-}
-
-GW_SIMD void forward_rows(const BiasGelu<float>& a, int64_t begin, int64_t end) {
-  forward_rows_in_form(a, begin, end);
-}
-GW_SIMD void forward_rows(const BiasGelu<Bf16>& a, int64_t begin, int64_t end) {
-  forward_rows_in_form(a, begin, end);
-}
-GW_SIMD void backward_rows(const BiasGeluBackward<float>& a, int64_t begin, int64_t end, float* d_bias) {
-  backward_rows_in_form(a, begin, end, d_bias);
-}
-GW_SIMD void backward_rows(const BiasGeluBackward<Bf16>& a, int64_t begin, int64_t end, float* d_bias) {
-  backward_rows_in_form(a, begin, end, d_bias);
 }
 
 }  // namespace
@@ -386,7 +320,6 @@ void bias_gelu_backward(const BiasGeluBackward<S>& a) {
   if (!a.partial_only) combine_partial_sums(a.sums());
 }
 
-GW_INSTANTIATE_OP(bias_gelu, BiasGelu)
-GW_INSTANTIATE_OP(bias_gelu_backward, BiasGeluBackward)
+GW_ELEMENTWISE_OPS(GW_INSTANTIATE_OP)
 
 }  // namespace gradwire::host

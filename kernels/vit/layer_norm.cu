@@ -273,10 +273,7 @@ void layer_norm(CudaStream stream, const LayerNorm<S>& args) {
       launch("layer_norm", layer_norm_slice_kernel<G, Items, S>, row_slice_launch<G>(stream, a.rows), a);
     });
   } else {
-    launch(
-        "layer_norm", layer_norm_kernel<S>,
-        {.grid = dim3(static_cast<unsigned>(a.rows)), .block = dim3(row_threads(a.width)), .stream = stream},
-        a);
+    launch("layer_norm", layer_norm_kernel<S>, row_launch(stream, a.rows, a.width), a);
   }
 }
 
@@ -297,10 +294,7 @@ void layer_norm_backward(CudaStream stream, const LayerNormBackward<S>& args) {
     // Compute the parameter gradients first, because dx may replace dy or x.
     launch("layer_norm_parameters", layer_norm_parameters_kernel<S>,
            {.grid = dim3(across, count), .block = dim3(kRowThreads), .stream = stream}, a, chunks.rows);
-    launch(
-        "layer_norm_backward", layer_norm_backward_kernel<S>,
-        {.grid = dim3(static_cast<unsigned>(a.rows)), .block = dim3(row_threads(a.width)), .stream = stream},
-        a);
+    launch("layer_norm_backward", layer_norm_backward_kernel<S>, row_launch(stream, a.rows, a.width), a);
     if (a.dx_sum != nullptr) {
       const bool vectors = a.x_stride % 4 == 0 && takes_vectors<float>(a.width, a.dx, a.workspace);
       partial_sums_over_rows<float>("layer_norm_dx_sum", stream, vectors, LoadDx{a.dx, a.x_stride}, a.rows,

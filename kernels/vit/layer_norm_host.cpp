@@ -10,7 +10,7 @@ namespace gradwire::host {
 namespace {
 
 template <typename S>
-GW_INLINE void forward_rows_of(const LayerNorm<S>& a, int64_t begin, int64_t end) {
+GW_SIMD void forward_rows(const LayerNorm<S>& a, int64_t begin, int64_t end) {
   const int64_t width = a.width, stride = a.x_stride != 0 ? a.x_stride : width;
   const float *gamma = a.gamma, *beta = a.beta;
   const float inverse_width = 1.0f / static_cast<float>(width);
@@ -42,8 +42,8 @@ GW_INLINE void forward_rows_of(const LayerNorm<S>& a, int64_t begin, int64_t end
 
 // Adds the rows' contributions to this chunk's d_gamma and d_beta.
 template <typename S>
-GW_INLINE void backward_rows_of(const LayerNormBackward<S>& a, int64_t begin, int64_t end, float* d_gamma,
-                                float* d_beta, float* dx_sum) {
+GW_SIMD void backward_rows(const LayerNormBackward<S>& a, int64_t begin, int64_t end, float* sums) {
+  float *const d_gamma = sums, *const d_beta = sums + a.width, *const dx_sum = sums + 2 * a.width;
   const int64_t width = a.width, stride = a.x_stride != 0 ? a.x_stride : width;
   const float* gamma = a.gamma;
   const float inverse_width = 1.0f / static_cast<float>(width);
@@ -83,19 +83,6 @@ GW_INLINE void backward_rows_of(const LayerNormBackward<S>& a, int64_t begin, in
 #pragma omp simd
     for (int64_t c = 0; c < width; ++c) rounded[c] = narrow<S>(dx[c]);
   }
-}
-
-GW_SIMD void forward_rows(const LayerNorm<float>& a, int64_t begin, int64_t end) {
-  forward_rows_of(a, begin, end);
-}
-GW_SIMD void forward_rows(const LayerNorm<Bf16>& a, int64_t begin, int64_t end) {
-  forward_rows_of(a, begin, end);
-}
-GW_SIMD void backward_rows(const LayerNormBackward<float>& a, int64_t begin, int64_t end, float* sums) {
-  backward_rows_of(a, begin, end, sums, sums + a.width, sums + 2 * a.width);
-}
-GW_SIMD void backward_rows(const LayerNormBackward<Bf16>& a, int64_t begin, int64_t end, float* sums) {
-  backward_rows_of(a, begin, end, sums, sums + a.width, sums + 2 * a.width);
 }
 
 }  // namespace

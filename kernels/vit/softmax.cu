@@ -118,8 +118,7 @@ __global__ void __launch_bounds__(kRowThreads) softmax_backward_kernel(SoftmaxBa
 
 template <typename S, typename... Pointers>
 bool sliceable(int64_t ld, Pointers... pointers) {
-  return ld <= kLongestSlicedRow && ld % kVector<S> == 0 &&
-         ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+  return ld <= kLongestSlicedRow && takes_vectors<S>(ld, pointers...);
 }
 
 }  // namespace
@@ -132,9 +131,7 @@ void softmax(CudaStream stream, const Softmax<S>& a) {
       launch("softmax", softmax_slice_kernel<G, Items, S>, row_slice_launch<G>(stream, a.rows), a);
     });
   } else {
-    launch("softmax", softmax_kernel<S>,
-           {.grid = dim3(static_cast<unsigned>(a.rows)), .block = dim3(row_threads(a.ld)), .stream = stream},
-           a);
+    launch("softmax", softmax_kernel<S>, row_launch(stream, a.rows, a.ld), a);
   }
 }
 
@@ -147,9 +144,7 @@ void softmax_backward(CudaStream stream, const SoftmaxBackward<S>& a) {
              row_slice_launch<G>(stream, a.rows), a);
     });
   } else {
-    launch("softmax_backward", softmax_backward_kernel<S>,
-           {.grid = dim3(static_cast<unsigned>(a.rows)), .block = dim3(row_threads(a.ld)), .stream = stream},
-           a);
+    launch("softmax_backward", softmax_backward_kernel<S>, row_launch(stream, a.rows, a.ld), a);
   }
 }
 

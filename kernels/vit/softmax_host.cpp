@@ -87,75 +87,57 @@ GW_INLINE void any_row_backward(const S* y, S* dy, int64_t width, int64_t ld, fl
   for (int64_t c = width; c < ld; ++c) dy[c] = narrow<S>(0.0f);
 }
 
-template <int kLd, typename S>
-GW_INLINE void short_rows(const Softmax<S>& a, int64_t begin, int64_t end) {
-  const int width = static_cast<int>(a.width);
-  const float scale = a.scale;
-  for (int64_t r = begin; r < end; ++r) short_row<kLd>(a.x + r * kLd, a.y + r * kLd, width, scale);
-}
-
-template <int kLd, typename S>
-GW_INLINE void short_rows_backward(const SoftmaxBackward<S>& a, int64_t begin, int64_t end) {
-  const int width = static_cast<int>(a.width);
-  const float scale = a.scale;
-  for (int64_t r = begin; r < end; ++r) short_row_backward<kLd>(a.y + r * kLd, a.dy + r * kLd, width, scale);
+// Calls row(length, r) for rows [begin, end); length is a constant for short rows, else 0.
+template <typename Row>
+GW_INLINE void for_rows_of_length(int64_t ld, int64_t begin, int64_t end, const Row& row) {
+  const auto rows = [&]<int kLd>(std::integral_constant<int, kLd> length) GW_HD_LAMBDA {
+    for (int64_t r = begin; r < end; ++r) row(length, r);
+  };
+  switch (ld) {
+    case 8:
+      return rows(std::integral_constant<int, 8>());
+    case 16:
+      return rows(std::integral_constant<int, 16>());
+    case 24:
+      return rows(std::integral_constant<int, 24>());
+    case 32:
+      return rows(std::integral_constant<int, 32>());
+    case 40:
+      return rows(std::integral_constant<int, 40>());
+    case 56:
+      return rows(std::integral_constant<int, 56>());
+    case 72:
+      return rows(std::integral_constant<int, 72>());
+  }
+  rows(std::integral_constant<int, 0>());
 }
 
 template <typename S>
-GW_INLINE void forward_rows_of(const Softmax<S>& a, int64_t begin, int64_t end) {
-  switch (a.ld) {
-    case 8:
-      return short_rows<8>(a, begin, end);
-    case 16:
-      return short_rows<16>(a, begin, end);
-    case 24:
-      return short_rows<24>(a, begin, end);
-    case 32:
-      return short_rows<32>(a, begin, end);
-    case 40:
-      return short_rows<40>(a, begin, end);
-    case 56:
-      return short_rows<56>(a, begin, end);
-    case 72:
-      return short_rows<72>(a, begin, end);
-  }
-  for (int64_t r = begin; r < end; ++r) any_row(a.x + r * a.ld, a.y + r * a.ld, a.width, a.ld, a.scale);
+GW_SIMD void forward_rows(const Softmax<S>& a, int64_t begin, int64_t end) {
+  const int width = static_cast<int>(a.width);
+  const float scale = a.scale;
+  for_rows_of_length(a.ld, begin, end,
+                     [&]<int kLd>(std::integral_constant<int, kLd>, int64_t r) GW_HD_LAMBDA {
+                       if constexpr (kLd > 0) {
+                         short_row<kLd>(a.x + r * kLd, a.y + r * kLd, width, scale);
+                       } else {
+                         any_row(a.x + r * a.ld, a.y + r * a.ld, a.width, a.ld, scale);
+                       }
+                     });
 }
 
 template <typename S>
-GW_INLINE void backward_rows_of(const SoftmaxBackward<S>& a, int64_t begin, int64_t end) {
-  switch (a.ld) {
-    case 8:
-      return short_rows_backward<8>(a, begin, end);
-    case 16:
-      return short_rows_backward<16>(a, begin, end);
-    case 24:
-      return short_rows_backward<24>(a, begin, end);
-    case 32:
-      return short_rows_backward<32>(a, begin, end);
-    case 40:
-      return short_rows_backward<40>(a, begin, end);
-    case 56:
-      return short_rows_backward<56>(a, begin, end);
-    case 72:
-      return short_rows_backward<72>(a, begin, end);
-  }
-  for (int64_t r = begin; r < end; ++r) {
-    any_row_backward(a.y + r * a.ld, a.dy + r * a.ld, a.width, a.ld, a.scale);
-  }
-}
-
-GW_SIMD void forward_rows(const Softmax<float>& a, int64_t begin, int64_t end) {
-  forward_rows_of(a, begin, end);
-}
-GW_SIMD void forward_rows(const Softmax<Bf16>& a, int64_t begin, int64_t end) {
-  forward_rows_of(a, begin, end);
-}
-GW_SIMD void backward_rows(const SoftmaxBackward<float>& a, int64_t begin, int64_t end) {
-  backward_rows_of(a, begin, end);
-}
-GW_SIMD void backward_rows(const SoftmaxBackward<Bf16>& a, int64_t begin, int64_t end) {
-  backward_rows_of(a, begin, end);
+GW_SIMD void backward_rows(const SoftmaxBackward<S>& a, int64_t begin, int64_t end) {
+  const int width = static_cast<int>(a.width);
+  const float scale = a.scale;
+  for_rows_of_length(a.ld, begin, end,
+                     [&]<int kLd>(std::integral_constant<int, kLd>, int64_t r) GW_HD_LAMBDA {
+                       if constexpr (kLd > 0) {
+                         short_row_backward<kLd>(a.y + r * kLd, a.dy + r * kLd, width, scale);
+                       } else {
+                         any_row_backward(a.y + r * a.ld, a.dy + r * a.ld, a.width, a.ld, scale);
+                       }
+                     });
 }
 
 }  // namespace
@@ -173,16 +155,12 @@ void softmax_backward(const SoftmaxBackward<S>& a) {
 GW_INSTANTIATE_OP(softmax, Softmax)
 GW_INSTANTIATE_OP(softmax_backward, SoftmaxBackward)
 
-}  // namespace gradwire::host
 // Host cross_entropy.
 
-GW_ALLOW_FMA
-
-namespace gradwire::host {
 namespace {
 
 template <typename S>
-GW_INLINE void loss_rows_of(const CrossEntropy<S>& a, int64_t begin, int64_t end) {
+GW_SIMD void loss_rows(const CrossEntropy<S>& a, int64_t begin, int64_t end) {
   const int64_t classes = a.classes;
   for (int64_t r = begin; r < end; ++r) {
     const float* x = a.logits + r * classes;
@@ -221,13 +199,6 @@ GW_INLINE void loss_rows_of(const CrossEntropy<S>& a, int64_t begin, int64_t end
       d[label] = narrow<S>(scale * exp_float(at_label - highest) - a.grad_scale);
     }
   }
-}
-
-GW_SIMD void loss_rows(const CrossEntropy<float>& a, int64_t begin, int64_t end) {
-  loss_rows_of(a, begin, end);
-}
-GW_SIMD void loss_rows(const CrossEntropy<Bf16>& a, int64_t begin, int64_t end) {
-  loss_rows_of(a, begin, end);
 }
 
 }  // namespace

@@ -67,36 +67,27 @@ void launch_blocks(const char* name, CudaStream stream, const BlockCoder<F>& cod
          coder, shape, a, wide);
 }
 
-// topk has no kernels in registers.
-template <typename F>
-constexpr auto* register_reduce_encode() {
-  if constexpr (register_block<F>() > 0) {
-    return register_reduce_encode_kernel<F>;
-  } else {
-    return block_reduce_encode_kernel<F>;
-  }
-}
-template <typename F>
-constexpr auto* register_decode() {
-  if constexpr (register_block<F>() > 0) {
-    return register_decode_kernel<F>;
-  } else {
-    return block_decode_kernel<F>;
-  }
-}
-
 }  // namespace
 
-#define GW_DEFINE(F, NAME)                                                                          \
-  void NAME##_reduce_encode(CudaStream stream, const BlockCoder<F>& coder, const ReduceEncode& a) { \
-    launch_blocks(#NAME "_reduce_encode", stream, coder, a, aligned(a.own, a.residual, a.out),      \
-                  register_reduce_encode<F>(), block_reduce_encode_kernel<F>);                      \
-  }                                                                                                 \
-  void NAME##_decode(CudaStream stream, const BlockCoder<F>& coder, const Decode& a) {              \
-    launch_blocks(#NAME "_decode", stream, coder, a, aligned(a.out), register_decode<F>(),          \
-                  block_decode_kernel<F>);                                                          \
-  }
-GW_BLOCK_FORMATS(GW_DEFINE)
+// topk has no kernels in registers.
+template <typename F>
+void reduce_encode(CudaStream stream, const BlockCoder<F>& coder, const ReduceEncode& a) {
+  auto* registers = block_reduce_encode_kernel<F>;
+  if constexpr (register_block<F>() > 0) registers = register_reduce_encode_kernel<F>;
+  launch_blocks(kNames<F>.reduce_encode, stream, coder, a, aligned(a.own, a.residual, a.out), registers,
+                block_reduce_encode_kernel<F>);
+}
+template <typename F>
+void decode(CudaStream stream, const BlockCoder<F>& coder, const Decode& a) {
+  auto* registers = block_decode_kernel<F>;
+  if constexpr (register_block<F>() > 0) registers = register_decode_kernel<F>;
+  launch_blocks(kNames<F>.decode, stream, coder, a, aligned(a.out), registers, block_decode_kernel<F>);
+}
+
+#define GW_DEFINE(F, NAME)                                                            \
+  template void reduce_encode(CudaStream, const BlockCoder<F>&, const ReduceEncode&); \
+  template void decode(CudaStream, const BlockCoder<F>&, const Decode&);
+GW_TILED_FORMATS(GW_DEFINE)
 #undef GW_DEFINE
 
 }  // namespace gradwire::cuda

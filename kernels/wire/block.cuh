@@ -7,7 +7,7 @@
 #include "kernels/wire/block.h"
 #include "kernels/wire/block_formats.h"
 #include "kernels/wire/block_lanes.cuh"
-#include "kernels/wire/reduce_encode.cuh"
+#include "kernels/wire/format.h"
 
 namespace gradwire::cuda {
 namespace {  // internal to each file: the shim finds only the shared variables of internal functions
@@ -108,16 +108,17 @@ struct Worker : Tile<const TileShape&> {
     random = all_random + lanes.team * block;
     memory = reinterpret_cast<uint8_t*>(all_random + shape.teams * block);
   }
-  // Calls body(i, W) so that each call covers W adjacent values of the block. The two widths have separate
-  // loops; in one loop the compiler merges them into scalar stores.
+  // Calls body(width, i) so that each call covers `width` adjacent values of the block. The two widths have
+  // separate loops; in one loop the compiler merges them into scalar stores.
   template <typename Body>
   __device__ __forceinline__ void for_values(int block, const Body& body) const {
     const int valid = values_of(block);
     if (wide && valid == shape.block) {
 #pragma unroll 1  // most blocks take one iteration, and unrolling spills
-      for (int i = 4 * lanes.lane; i < valid; i += 4 * Lanes::kSize) body.template at<4>(block, i);
+      for (int i = 4 * lanes.lane; i < valid; i += 4 * Lanes::kSize)
+        body(std::integral_constant<int, 4>(), i);
     } else {
-      for (int i = lanes.lane; i < valid; i += Lanes::kSize) body.template at<1>(block, i);
+      for (int i = lanes.lane; i < valid; i += Lanes::kSize) body(std::integral_constant<int, 1>(), i);
     }
     lanes.sync();
   }
@@ -131,11 +132,9 @@ struct Worker : Tile<const TileShape&> {
 };
 
 template <typename F>
-struct AddOwn {
-  const Worker<F>& w;
-  const ReduceEncode& a;
-  template <int W>
-  __device__ __forceinline__ void at(int block, int i) const {
+__device__ __forceinline__ void add_own(const Worker<F>& w, const ReduceEncode& a, int block) {
+  w.for_values(block, [&](auto width, int i) {
+    constexpr int W = decltype(width)::value;
     float own[W];
     const int64_t element = (w.first_block + block) * w.shape.block + i;
     load<W>(a.own + element, own);
@@ -148,17 +147,15 @@ struct AddOwn {
     load<W>(w.sums + block * w.shape.block + i, s);
     add<W>(a.own_scale, own, s);
     store<W>(w.sums + block * w.shape.block + i, s);
-  }
-};
+  });
+}
 
-// Writes the residual and the result of a block whose encoding decodes to `sent`.
+// Writes the residual and the result of a block whose encoding decodes to `sent`; null: nothing is encoded.
 template <typename F>
-struct Finish {
-  const Worker<F>& w;
-  const ReduceEncode& a;
-  const float* sent;  // null: nothing is encoded
-  template <int W>
-  __device__ __forceinline__ void at(int block, int i) const {
+__device__ __forceinline__ void finish(const Worker<F>& w, const ReduceEncode& a, int block,
+                                       const float* sent) {
+  w.for_values(block, [&](auto width, int i) {
+    constexpr int W = decltype(width)::value;
     float s[W], x[W];
     const int64_t element = (w.first_block + block) * w.shape.block + i;
     load<W>(w.sums + block * w.shape.block + i, s);
@@ -180,25 +177,8 @@ struct Finish {
       for (int k = 0; k < W; ++k) x[k] *= a.out_scale;
       store_wide<W>(a.out + element, x);
     }
-  }
-};
-
-template <typename F>
-struct PutValues {
-  const Worker<F>& w;
-  const Decode& a;
-  const float* values;
-  template <int W>
-  __device__ __forceinline__ void at(int block, int i) const {
-    float x[W];
-    const int64_t element = (w.first_block + block) * w.shape.block + i;
-    load<W>(values + i, x);
-    forget_not_finite<W>(x, a.residual == nullptr ? nullptr : a.residual + element);
-#pragma unroll
-    for (int k = 0; k < W; ++k) x[k] *= a.scale;
-    store_wide<W>(a.out + element, x);
-  }
-};
+  });
+}
 
 // Draws 16 random bits for each value of a block that begins at `element`.
 template <typename F>
@@ -230,7 +210,7 @@ __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Red
   }
   for (int term = 0; term <= a.num_inputs; ++term) {
     if (term == a.own_position) {
-      for (int block = first; block < w.blocks; block += teams) w.for_values(block, AddOwn<F>{w, a});
+      for (int block = first; block < w.blocks; block += teams) add_own(w, a, block);
       continue;
     }
     const int input = term < a.own_position ? term : term - 1;
@@ -253,7 +233,7 @@ __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Red
       w.lanes.sync();
       sent = w.decode(w.bytes, block);
     }
-    w.for_values(block, Finish<F>{w, a, sent});
+    finish(w, a, block, sent);
   }
   if (a.wire != nullptr) w.put(a.wire);
 }
@@ -275,7 +255,17 @@ __device__ __forceinline__ void decode_tiles(Worker<F>& w, const Decode& a) {
     w.begin_tile(first, all);
     const uint8_t* const bytes = w.fetch(a.wire);
     for (int block = w.lanes.team; block < w.blocks; block += w.shape.teams) {
-      w.for_values(block, PutValues<F>{w, a, w.decode(bytes, block)});
+      const float* const values = w.decode(bytes, block);
+      w.for_values(block, [&](auto width, int i) {
+        constexpr int W = decltype(width)::value;
+        float x[W];
+        const int64_t element = (w.first_block + block) * w.shape.block + i;
+        load<W>(values + i, x);
+        forget_not_finite<W>(x, a.residual == nullptr ? nullptr : a.residual + element);
+#pragma unroll
+        for (int k = 0; k < W; ++k) x[k] *= a.scale;
+        store_wide<W>(a.out + element, x);
+      });
     }
   }
 }

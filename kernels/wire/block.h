@@ -286,4 +286,24 @@ struct BlockCoder {
   }
 };
 
+// The ops of each block format.
+namespace reference {
+template <typename F>
+void reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a);
+template <typename F>
+void decode(const BlockCoder<F>& coder, const Decode& a);
+}  // namespace reference
+namespace host {
+template <typename F>
+void reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a);
+template <typename F>
+void decode(const BlockCoder<F>& coder, const Decode& a);
+}  // namespace host
+namespace cuda {
+template <typename F>
+void reduce_encode(CudaStream stream, const BlockCoder<F>& coder, const ReduceEncode& a);
+template <typename F>
+void decode(CudaStream stream, const BlockCoder<F>& coder, const Decode& a);
+}  // namespace cuda
+
 }  // namespace gradwire

@@ -1,18 +1,19 @@
 // The block formats (kernels/wire/block.h). A new format needs a header and two lines in this file.
 #pragma once
 
-#include "kernels/op.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/eden.h"
+#include "kernels/wire/fp8.h"
 #include "kernels/wire/int.h"
 #include "kernels/wire/microscaling.h"
 #include "kernels/wire/qsgd.h"
 #include "kernels/wire/topk.h"
 #include "kernels/wire/varbits.h"
 
-// FORMAT(type, name in specs) for each format, in the order of the docs.
+// FORMAT(type, name in specs) for each format, in the order of the docs. fp8 has a separate layout on the
+// wire and kernels of its own on CUDA (fp8.cu).
 // clang-format off
-#define GW_BLOCK_FORMATS(FORMAT) \
+#define GW_TILED_FORMATS(FORMAT) \
   FORMAT(Int8, int8) \
   FORMAT(Int4, int4) \
   FORMAT(Int2, int2) \
@@ -27,25 +28,23 @@
   FORMAT(Eden, eden) \
   FORMAT(VarBits, varbits) \
   FORMAT(TopK, topk)
+#define GW_BLOCK_FORMATS(FORMAT) \
+  FORMAT(Fp8, fp8) \
+  GW_TILED_FORMATS(FORMAT)
 // clang-format on
 
 namespace gradwire {
 
-// Declares each format's ops. The format with its options precedes the arguments.
-#define GW_DECLARE(F, NAME)                                                         \
-  namespace reference {                                                             \
-  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& args);  \
-  void NAME##_decode(const BlockCoder<F>& coder, const Decode& args);               \
-  }                                                                                 \
-  namespace host {                                                                  \
-  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& args);  \
-  void NAME##_decode(const BlockCoder<F>& coder, const Decode& args);               \
-  }                                                                                 \
-  namespace cuda {                                                                  \
-  void NAME##_reduce_encode(CudaStream, const BlockCoder<F>&, const ReduceEncode&); \
-  void NAME##_decode(CudaStream, const BlockCoder<F>&, const Decode&);              \
-  }
-GW_BLOCK_FORMATS(GW_DECLARE)
-#undef GW_DECLARE
+// The names of a format and of its ops.
+struct FormatNames {
+  const char *format, *reduce_encode, *decode;
+};
+template <typename F>
+inline constexpr FormatNames kNames = {};
+#define GW_DEFINE(F, NAME) \
+  template <>              \
+  inline constexpr FormatNames kNames<F> = {#NAME, #NAME "_reduce_encode", #NAME "_decode"};
+GW_BLOCK_FORMATS(GW_DEFINE)
+#undef GW_DEFINE
 
 }  // namespace gradwire

@@ -59,10 +59,6 @@ GW_INLINE void forget_not_finite(const float* x, float* kept, int64_t count) {
   }
 }
 
-GW_INLINE uint64_t step_of(const WireRounding& rounding) {
-  return rounding.step != nullptr ? *rounding.step : 0;
-}
-
 // The selection of largest values and the encoding of their positions on the host, for topk.h.
 
 struct SelectingLane {
@@ -451,12 +447,14 @@ GW_INLINE int values_in(const BlockCoder<F>& coder, int64_t count, int64_t block
   return left < coder.block() ? static_cast<int>(left) : coder.block();
 }
 
-// Encode or decode blocks for GW_SIMD functions. Each function has a copy of the coder, so that the coder's
-// options stay in registers.
+namespace {  // internal to each file: the compiler clones these functions for each instruction set
+
+// Encode or decode blocks. Each function copies the coder, so that the coder's options stay in registers.
 template <typename F>
-GW_INLINE void encode_each(const BlockCoder<F> coder, const float* values, int64_t count, int64_t first,
-                           int64_t last, const uint16_t* random, uint8_t* wire) {
+GW_SIMD void encode_each(const void* its_coder, const float* values, int64_t count, int64_t first,
+                         int64_t last, const uint16_t* random, uint8_t* wire) {
   alignas(64) float scratch[F::kMaxBlock];
+  const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
   const int n = coder.block();
   for (int64_t block = first; block < last; ++block) {
     coder.encode(OneLane(), values, values_in(coder, count, block), random, coder.place(wire, count, block),
@@ -487,10 +485,11 @@ inline constexpr bool takes_sink = requires(const BlockCoder<F> coder, const flo
 };
 
 template <typename F>
-GW_INLINE void encode_with_residual_each(const BlockCoder<F> coder, const float* values, int64_t count,
-                                         int64_t first, int64_t last, const uint16_t* random, uint8_t* wire,
-                                         float* residual) {
+GW_SIMD void encode_with_residual_each(const void* its_coder, const float* values, int64_t count,
+                                       int64_t first, int64_t last, const uint16_t* random, uint8_t* wire,
+                                       float* residual) {
   alignas(64) float sent[F::kMaxBlock];
+  const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
   const int n = coder.block();
   for (int64_t block = first; block < last; ++block, values += n, residual += n) {
     const int here = values_in(coder, count, block);
@@ -508,47 +507,34 @@ GW_INLINE void encode_with_residual_each(const BlockCoder<F> coder, const float*
 }
 
 template <typename F>
-GW_INLINE void decode_each(const BlockCoder<F> coder, const uint8_t* wire, int64_t count, int64_t first,
-                           int64_t last, float* values) {
+GW_SIMD void decode_each(const void* its_coder, const uint8_t* wire, int64_t count, int64_t first,
+                         int64_t last, float* values) {
+  const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
   const int n = coder.block();
   for (int64_t block = first; block < last; ++block, values += n) {
     coder.decode(OneLane(), coder.place(wire, count, block), values_in(coder, count, block), values);
   }
 }
 
-// Defines NAME_reduce_encode and NAME_decode for format F.
-#define GW_BLOCK_FORMAT_HOST(F, NAME)                                                                  \
-  static GW_SIMD void NAME##_encode_each(const void* coder, const float* values, int64_t count,        \
-                                         int64_t first, int64_t last, const uint16_t* random,          \
-                                         uint8_t* wire) {                                              \
-    encode_each(*static_cast<const BlockCoder<F>*>(coder), values, count, first, last, random, wire);  \
-  }                                                                                                    \
-  static GW_SIMD void NAME##_decode_each(const void* coder, const uint8_t* wire, int64_t count,        \
-                                         int64_t first, int64_t last, float* values) {                 \
-    decode_each(*static_cast<const BlockCoder<F>*>(coder), wire, count, first, last, values);          \
-  }                                                                                                    \
-  static GW_SIMD void NAME##_encode_with_residual_each(                                                \
-      const void* coder, const float* values, int64_t count, int64_t first, int64_t last,              \
-      const uint16_t* random, uint8_t* wire, float* residual) {                                        \
-    if constexpr (takes_sink<F>) {                                                                     \
-      encode_with_residual_each(*static_cast<const BlockCoder<F>*>(coder), values, count, first, last, \
-                                random, wire, residual);                                               \
-    }                                                                                                  \
-  }                                                                                                    \
-  static HostBlocks NAME##_blocks(const BlockCoder<F>& coder) {                                        \
-    return {&coder,                                                                                    \
-            coder.block(),                                                                             \
-            F::kStochastic,                                                                            \
-            coder.far(),                                                                               \
-            NAME##_encode_each,                                                                        \
-            takes_sink<F> && !coder.rotates() ? NAME##_encode_with_residual_each : nullptr,            \
-            NAME##_decode_each};                                                                       \
-  }                                                                                                    \
-  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a) {                       \
-    reduce_encode_blocks(NAME##_blocks(coder), a);                                                     \
-  }                                                                                                    \
-  void NAME##_decode(const BlockCoder<F>& coder, const Decode& a) {                                    \
-    decode_blocks(NAME##_blocks(coder), a);                                                            \
+template <typename F>
+HostBlocks host_blocks(const BlockCoder<F>& coder) {
+  HostBlocks blocks{&coder,         coder.block(), F::kStochastic, coder.far(),
+                    encode_each<F>, nullptr,       decode_each<F>};
+  if constexpr (takes_sink<F>) {
+    if (!coder.rotates()) blocks.encode_with_residual = encode_with_residual_each<F>;
   }
+  return blocks;
+}
+
+}  // namespace
+
+template <typename F>
+void reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a) {
+  reduce_encode_blocks(host_blocks(coder), a);
+}
+template <typename F>
+void decode(const BlockCoder<F>& coder, const Decode& a) {
+  decode_blocks(host_blocks(coder), a);
+}
 
 }  // namespace gradwire::host

@@ -266,15 +266,6 @@ __device__ __forceinline__ void reduce_encode_registers(RegisterWorker<F>& w, co
   }
 }
 
-// Sets the residual to 0 where a decoded block is not finite, which is rare.
-template <typename F>
-__device__ __forceinline__ void forget_held(const RegisterWorker<F>& w, float* residual, int block,
-                                            const float* x) {
-  w.lanes.each(0, [&](Slot i) {
-    if (!is_finite(x[i.k]) && i.i < w.valid_of(block)) residual[w.begin_of(block) + i.i] = 0.0f;
-  });
-}
-
 template <typename F>
 __device__ __forceinline__ void decode_registers(RegisterWorker<F>& w, const Decode& a) {
   const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
@@ -285,7 +276,11 @@ __device__ __forceinline__ void decode_registers(RegisterWorker<F>& w, const Dec
       float none = 0.0f;
 #pragma unroll
       for (int k = 0; k < kHeld; ++k) none = fmaf(x[k], 0.0f, none);
-      if (none != 0.0f && a.residual != nullptr) forget_held(w, a.residual, block, x);
+      if (none != 0.0f && a.residual != nullptr) {  // rare
+        w.lanes.each(0, [&](Slot i) {
+          if (!is_finite(x[i.k]) && i.i < w.valid_of(block)) a.residual[w.begin_of(block) + i.i] = 0.0f;
+        });
+      }
 #pragma unroll
       for (int k = 0; k < kHeld; ++k) x[k] *= a.scale;
       w.store_block(a.out, block, x);

@@ -7,18 +7,16 @@
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/random.h"
 #include "kernels/math/small_float.h"
-#include "kernels/wire/reduce_encode.cuh"
 
 namespace gradwire::cuda {
 namespace {
 
 constexpr int kFp32Width = 4;
 
-struct ReduceBody {
-  const Reduce& a;
-
-  template <int W>
-  __device__ __forceinline__ void at(int64_t i) const {
+__global__ void __launch_bounds__(kVectorThreads)
+    fp32_reduce_kernel(const __grid_constant__ Reduce a, const __grid_constant__ VectorSplit split) {
+  for_each_vector<kFp32Width>(split, [&](auto width, int64_t i) {
+    constexpr int W = decltype(width)::value;
     float own[W], s[W];
     load<W>(a.own + i, own);
 #pragma unroll
@@ -33,12 +31,7 @@ struct ReduceBody {
 #pragma unroll
     for (int k = 0; k < W; ++k) s[k] *= a.scale;
     store<W>(a.out + i, s);
-  }
-};
-
-__global__ void __launch_bounds__(kVectorThreads)
-    fp32_reduce_kernel(const __grid_constant__ Reduce a, const __grid_constant__ VectorSplit split) {
-  for_each_vector<kFp32Width>(split, ReduceBody{a});
+  });
 }
 
 }  // namespace
@@ -50,60 +43,6 @@ void fp32_reduce(CudaStream stream, const Reduce& a) {
   launch_vectors<kFp32Width>("fp32_reduce", fp32_reduce_kernel, stream, split, a);
 }
 
-// FP16 to FP32 and back on CUDA: eight elements per thread and step.
-
-namespace {
-
-constexpr int kWidth = 8;
-
-struct WidenBody {
-  const Fp16Widen& a;
-  template <int W>
-  __device__ __forceinline__ void at(int64_t i) const {
-    uint16_t halves[W];
-    float out[W];
-    load_vector<W>(a.halves + i, halves);
-#pragma unroll
-    for (int k = 0; k < W; ++k) out[k] = fp16_to_float(halves[k]);
-    store_vector<W>(a.out + i, out);
-  }
-};
-
-struct NarrowBody {
-  const Fp16Narrow& a;
-  template <int W>
-  __device__ __forceinline__ void at(int64_t i) const {
-    float values[W];
-    uint16_t out[W];
-    load_vector<W>(a.values + i, values);
-#pragma unroll
-    for (int k = 0; k < W; ++k) out[k] = float_to_fp16(values[k]);
-    store_vector<W>(a.out + i, out);
-  }
-};
-
-__global__ void __launch_bounds__(kVectorThreads)
-    fp16_widen_kernel(const __grid_constant__ Fp16Widen a, const __grid_constant__ VectorSplit split) {
-  for_each_vector<kWidth>(split, WidenBody{a});
-}
-
-__global__ void __launch_bounds__(kVectorThreads)
-    fp16_narrow_kernel(const __grid_constant__ Fp16Narrow a, const __grid_constant__ VectorSplit split) {
-  for_each_vector<kWidth>(split, NarrowBody{a});
-}
-
-}  // namespace
-
-void fp16_widen(CudaStream stream, const Fp16Widen& a) {
-  const VectorSplit split = Alignment(kWidth).with(a.halves).with(a.out).split(a.count);
-  launch_vectors<kWidth>("fp16_widen", fp16_widen_kernel, stream, split, a);
-}
-
-void fp16_narrow(CudaStream stream, const Fp16Narrow& a) {
-  const VectorSplit split = Alignment(kWidth).with(a.values).with(a.out).split(a.count);
-  launch_vectors<kWidth>("fp16_narrow", fp16_narrow_kernel, stream, split, a);
-}
-
 // BF16 wire format on CUDA: two element-wise kernels, eight elements per thread and step.
 //
 // Bytes per element: as in kernels/wire/format.h, with w = 2. Limit: memory bandwidth. Alignment: any;
@@ -111,6 +50,8 @@ void fp16_narrow(CudaStream stream, const Fp16Narrow& a) {
 // thread computes each element, from that element's inputs only.
 
 namespace {
+
+constexpr int kWidth = 8;
 
 // Stores round(s[k]) in wire[k] for the vector at element i of the call.
 template <Coding kCoding, int W>
@@ -135,88 +76,54 @@ __device__ __forceinline__ void load_wire(const void* from, int64_t i, float (&x
   for (int k = 0; k < W; ++k) x[k] = bf16_to_float(bits[k]);
 }
 
-// Encodes a vector of the call. kSum: S has inputs, or the scale of S is not 1.
-template <Coding kCoding, bool kSum>
-struct ReduceEncodeBody {
-  const ReduceEncode& a;
-  uint64_t step;
-
-  template <int W>
-  __device__ __forceinline__ void at(int64_t i) const {
-    float s[W];
-    load_vector<W>(a.own + i, s);
-    if (a.residual != nullptr) {
-      float kept[W];
-      load_vector<W>(a.residual + i, kept);
-      add<W>(kSum ? a.residual_scale : 1.0f, kept, s);
-    }
-    if (kSum) sum_all<W>(i, s);
-    finish<W>(i, s);
+// Replaces s, this rank's part, with the sum of all parts.
+template <int W>
+__device__ __forceinline__ void sum_all(const ReduceEncode& a, int64_t i, float (&s)[W]) {
+  float own[W];
+#pragma unroll
+  for (int k = 0; k < W; ++k) {
+    own[k] = s[k];
+    s[k] = -0.0f;  // the additive identity, also for -0
   }
+  // Loads the next input while adding this one. Unrolling further spills the sums.
+  float next[W];
+  if (a.num_inputs > 0) load_wire<W>(a.inputs[0], i, next);
+#pragma unroll 1
+  for (int input = 0; input < a.num_inputs; ++input) {
+    float x[W];
+#pragma unroll
+    for (int k = 0; k < W; ++k) x[k] = next[k];
+    if (input + 1 < a.num_inputs) load_wire<W>(a.inputs[input + 1], i, next);
+    if (input == a.own_position) add<W>(a.own_scale, own, s);
+    add<W>(a.input_scale(input), x, s);
+  }
+  if (a.own_position == a.num_inputs) add<W>(a.own_scale, own, s);
+}
 
- private:
-  // Replaces s, this rank's part, with the sum of all parts.
-  template <int W>
-  __device__ __forceinline__ void sum_all(int64_t i, float (&s)[W]) const {
-    float own[W];
+// Writes `wire`, `residual` and `out`. kSum: S has inputs, or the scale of S is not 1.
+template <Coding kCoding, bool kSum, int W>
+__device__ __forceinline__ void finish(const ReduceEncode& a, uint64_t step, int64_t i, const float (&s)[W]) {
+  float sent[W], left[W];
+  if constexpr (kCoding == Coding::none) {
+#pragma unroll
+    for (int k = 0; k < W; ++k) sent[k] = s[k], left[k] = 0.0f;
+  } else {
+    uint16_t wire[W];
+    round_all<kCoding, W>(a.rounding, step, i, s, wire);
+    store_vector<W>(static_cast<uint16_t*>(a.wire) + i, wire);
 #pragma unroll
     for (int k = 0; k < W; ++k) {
-      own[k] = s[k];
-      s[k] = -0.0f;  // the additive identity, also for -0
-    }
-    // Loads the next input while adding this one. Unrolling further spills the sums.
-    float next[W];
-    if (a.num_inputs > 0) load_wire<W>(a.inputs[0], i, next);
-#pragma unroll 1
-    for (int input = 0; input < a.num_inputs; ++input) {
-      float x[W];
-#pragma unroll
-      for (int k = 0; k < W; ++k) x[k] = next[k];
-      if (input + 1 < a.num_inputs) load_wire<W>(a.inputs[input + 1], i, next);
-      if (input == a.own_position) add<W>(a.own_scale, own, s);
-      add<W>(a.input_scale(input), x, s);
-    }
-    if (a.own_position == a.num_inputs) add<W>(a.own_scale, own, s);
-  }
-
-  // Writes `wire`, `residual` and `out`.
-  template <int W>
-  __device__ __forceinline__ void finish(int64_t i, const float (&s)[W]) const {
-    float sent[W], left[W];
-    if constexpr (kCoding == Coding::none) {
-#pragma unroll
-      for (int k = 0; k < W; ++k) sent[k] = s[k], left[k] = 0.0f;
-    } else {
-      uint16_t wire[W];
-      round_all<kCoding, W>(a.rounding, step, i, s, wire);
-      store_vector<W>(static_cast<uint16_t*>(a.wire) + i, wire);
-#pragma unroll
-      for (int k = 0; k < W; ++k) {
-        sent[k] = bf16_to_float(wire[k]);
-        left[k] = to_residual(s[k] - sent[k], kSum ? residual_unit(a) : 1.0f);
-      }
-    }
-    if (a.residual != nullptr) store_vector<W>(a.residual + i, left);
-    if (a.out != nullptr) {
-#pragma unroll
-      for (int k = 0; k < W; ++k) sent[k] *= a.out_scale;
-      store_vector<W>(a.out + i, sent);
+      sent[k] = bf16_to_float(wire[k]);
+      left[k] = to_residual(s[k] - sent[k], kSum ? residual_unit(a) : 1.0f);
     }
   }
-};
-
-struct DecodeBody {
-  const Decode& a;
-  template <int W>
-  __device__ __forceinline__ void at(int64_t i) const {
-    float out[W];
-    load_wire<W>(a.wire, i, out);
-    forget_not_finite<W>(out, a.residual == nullptr ? nullptr : a.residual + i);
+  if (a.residual != nullptr) store_vector<W>(a.residual + i, left);
+  if (a.out != nullptr) {
 #pragma unroll
-    for (int k = 0; k < W; ++k) out[k] *= a.scale;
-    store_vector<W>(a.out + i, out);
+    for (int k = 0; k < W; ++k) sent[k] *= a.out_scale;
+    store_vector<W>(a.out + i, sent);
   }
-};
+}
 
 // Encodes all vectors of the call. With inputs, four blocks share a multiprocessor, which hides the latency
 // of consecutive inputs.
@@ -224,12 +131,32 @@ template <Coding kCoding, bool kSum>
 __global__ void __launch_bounds__(kVectorThreads, kSum ? 4 : 1)
     bf16_reduce_encode_kernel(const __grid_constant__ ReduceEncode a,
                               const __grid_constant__ VectorSplit split) {
-  for_each_vector<kWidth>(split, ReduceEncodeBody<kCoding, kSum>{a, step_of(a.rounding)});
+  const uint64_t step = step_of(a.rounding);
+  for_each_vector<kWidth>(split, [&](auto width, int64_t i) {
+    constexpr int W = decltype(width)::value;
+    float s[W];
+    load_vector<W>(a.own + i, s);
+    if (a.residual != nullptr) {
+      float kept[W];
+      load_vector<W>(a.residual + i, kept);
+      add<W>(kSum ? a.residual_scale : 1.0f, kept, s);
+    }
+    if (kSum) sum_all<W>(a, i, s);
+    finish<kCoding, kSum, W>(a, step, i, s);
+  });
 }
 
 __global__ void __launch_bounds__(kVectorThreads)
     bf16_decode_kernel(const __grid_constant__ Decode a, const __grid_constant__ VectorSplit split) {
-  for_each_vector<kWidth>(split, DecodeBody{a});
+  for_each_vector<kWidth>(split, [&](auto width, int64_t i) {
+    constexpr int W = decltype(width)::value;
+    float out[W];
+    load_wire<W>(a.wire, i, out);
+    forget_not_finite<W>(out, a.residual == nullptr ? nullptr : a.residual + i);
+#pragma unroll
+    for (int k = 0; k < W; ++k) out[k] *= a.scale;
+    store_vector<W>(a.out + i, out);
+  });
 }
 
 template <bool kSum>

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels/op.h"
+#include "kernels/passes/passes.h"
 #include "kernels/wire/format.h"
 #include "runtime/device/device.h"
 
@@ -38,33 +39,6 @@ GW_OP(fp32_reduce, Reduce)
 GW_OP(bf16_reduce_encode, ReduceEncode)
 
 GW_OP(bf16_decode, Decode)
-
-// 16-bit floats in the caller's memory, which are summed as FP32: widened before a collective, rounded after
-// it.
-//
-// FP16 is not a wire format: it would break two promises of wire formats (format.h). Values
-// beyond 65504 would saturate and stay in the residual, unseen by loss scaling. Below 2^-14 a power-of-two
-// scale, which sums of parts use on the wire, changes how a value is rounded.
-//
-// Bytes per element: 6. Limit: memory bandwidth. Alignment: any; all accesses are 16 bytes wide when both
-// arrays share a head (kernels/cuda/vector.cuh). Deterministic.
-
-struct Fp16Widen {
-  const uint16_t* halves = nullptr;  // (count)
-  float* out = nullptr;              // (count)
-  int64_t count = 0;
-};
-
-// Arguments of rounding to FP16: rounds to nearest; values beyond FP16's range become infinity.
-struct Fp16Narrow {
-  const float* values = nullptr;  // (count)
-  uint16_t* out = nullptr;        // (count)
-  int64_t count = 0;
-};
-
-GW_OP(fp16_widen, Fp16Widen)
-
-GW_OP(fp16_narrow, Fp16Narrow)
 
 // Widens `from` (count), of type bf16 or f16, to `out` (count).
 inline void widen(const Stream& stream, DType dtype, const void* from, float* out, int64_t count) {

@@ -13,78 +13,24 @@ namespace {
 
 constexpr int64_t kGrain = 64 * 1024;
 
-// Reduces a piece; `count` is a multiple of the vector's width.
-GW_SIMD void reduce_piece(const Reduce& a, int64_t count) {
-  for (int64_t i = 0; i < count; i += kWidth) {
+GW_SIMD void reduce_piece(const Reduce& a, int64_t begin, int64_t end) {
+  const auto reduce = [&](int64_t i, int64_t count) GW_HD_LAMBDA {
     F32x8 s = -F32x8{};  // -0: the additive identity, also for -0
-    for (int k = 0; k < a.own_position; ++k) s += a.input_scale(k) * load<F32x8>(a.inputs[k] + i);
-    s += a.own_scale * load<F32x8>(a.own + i);
-    for (int k = a.own_position; k < a.num_inputs; ++k) s += a.input_scale(k) * load<F32x8>(a.inputs[k] + i);
-    store(a.out + i, a.scale * s);
-  }
-}
-
-// Returns the call for elements [begin, end) of `a`.
-Reduce part_of(Reduce a, int64_t begin, int64_t end) {
-  for (int k = 0; k < a.num_inputs; ++k) advance(a.inputs[k], begin);
-  advance(a.own, begin);
-  advance(a.out, begin);
-  a.count = end - begin;
-  return a;
-}
-
-// Reduces fewer elements than a vector holds, in padded copies.
-void reduce_short(Reduce a) {
-  const auto bytes = static_cast<size_t>(a.count) * sizeof(float);
-  float padded[kMaxInputs + 1][kWidth] = {};
-  auto copied = [&](const float* from, float* to) {
-    memcpy(to, from, bytes);
-    return to;
+    for (int k = 0; k < a.own_position; ++k) s += a.input_scale(k) * load_some<F32x8>(a.inputs[k] + i, count);
+    s += a.own_scale * load_some<F32x8>(a.own + i, count);
+    for (int k = a.own_position; k < a.num_inputs; ++k)
+      s += a.input_scale(k) * load_some<F32x8>(a.inputs[k] + i, count);
+    store_some(a.out + i, a.scale * s, count);
   };
-  for (int k = 0; k < a.num_inputs; ++k) a.inputs[k] = copied(a.inputs[k], padded[k]);
-  a.own = copied(a.own, padded[kMaxInputs]);
-  float result[kWidth];
-  float* out = std::exchange(a.out, result);
-  reduce_piece(a, kWidth);
-  memcpy(out, result, bytes);
+  int64_t i = begin;
+  for (; i + kWidth <= end; i += kWidth) reduce(i, kWidth);
+  if (i < end) reduce(i, end - i);
 }
 
 }  // namespace
 
 void fp32_reduce(const Reduce& a) {
-  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
-    const int64_t whole = begin + (end - begin) / kWidth * kWidth;
-    reduce_piece(part_of(a, begin, whole), whole - begin);
-    if (whole < end) reduce_short(part_of(a, whole, end));
-  });
-}
-
-// FP16 to FP32 and back on the host: plain loops that the compiler vectorizes, on all cores.
-
-namespace {
-
-GW_SIMD void widen_piece(const uint16_t* halves, float* out, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) out[i] = fp16_to_float(halves[i]);
-}
-
-GW_SIMD void narrow_piece(const float* values, uint16_t* out, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) out[i] = float_to_fp16(values[i]);
-}
-
-}  // namespace
-
-void fp16_widen(const Fp16Widen& a) {
-  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
-    widen_piece(a.halves + begin, a.out + begin, end - begin);
-  });
-}
-
-void fp16_narrow(const Fp16Narrow& a) {
-  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
-    narrow_piece(a.values + begin, a.out + begin, end - begin);
-  });
+  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) { reduce_piece(a, begin, end); });
 }
 
 // The BF16 wire format on the host: eight elements at a time, in one pass, on all cores.

@@ -9,7 +9,6 @@
 
 #include "kernels/wire/block_formats.h"
 #include "kernels/wire/floats.h"
-#include "kernels/wire/fp8.h"
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"
 
@@ -41,30 +40,14 @@ std::string FormatOption::legal() const {
 
 namespace {
 
-// Calls the host or CUDA side of an op, depending on the stream's device.
+// Calls the host or CUDA side of an op, depending on the stream's device. Where CUDA kernels run on the CPU
+// there are no CUDA streams: the table leads to the kernels only.
 #ifdef GRADWIRE_SIMT_TESTS
-// Where CUDA kernels run on the CPU there are no CUDA streams: the table leads to the kernels only.
-#define GW_ENQUEUE(op, stream, args) (void)stream, cuda::op(nullptr, args)
-#define GW_ENQUEUE_CODED(op, stream, coder, args) (void)stream, cuda::op(nullptr, coder, args)
+#define GW_ENQUEUE(stream, name, op, ...) (void)stream, cuda::op(nullptr, __VA_ARGS__)
 #else
-#define GW_ENQUEUE(op, stream, args) gradwire::op(stream, args)
-#define GW_ENQUEUE_CODED(op, stream, coder, args) \
-  detail::dispatch(stream, #op, host::op, GW_CUDA_SIDE(op), coder, args)
+#define GW_ENQUEUE(stream, name, op, ...) \
+  detail::dispatch(stream, name, host::op, GW_CUDA_SIDE(op), __VA_ARGS__)
 #endif
-
-#define GW_OPS(NAME)                                                                  \
-  void reduce_encode(const Stream& stream, const ReduceEncode& args) const override { \
-    GW_ENQUEUE(NAME##_reduce_encode, stream, args);                                   \
-  }                                                                                   \
-  void decode(const Stream& stream, const Decode& args) const override {              \
-    GW_ENQUEUE(NAME##_decode, stream, args);                                          \
-  }                                                                                   \
-  void reference_reduce_encode(const ReduceEncode& args) const override {             \
-    reference::NAME##_reduce_encode(args);                                            \
-  }                                                                                   \
-  void reference_decode(const Decode& args) const override {                          \
-    reference::NAME##_decode(args);                                                   \
-  }
 
 class Fp32Format final : public WireFormat {
  public:
@@ -98,32 +81,21 @@ class Bf16Format final : public WireFormat {
     return small_float_bound(7, how == Rounding::stochastic);
   }
   int64_t bytes(int64_t count) const override { return count * 2; }
-  GW_OPS(bf16)
+  void reduce_encode(const Stream& stream, const ReduceEncode& a) const override {
+    GW_ENQUEUE(stream, "bf16_reduce_encode", bf16_reduce_encode, a);
+  }
+  void decode(const Stream& stream, const Decode& a) const override {
+    GW_ENQUEUE(stream, "bf16_decode", bf16_decode, a);
+  }
+  void reference_reduce_encode(const ReduceEncode& a) const override { reference::bf16_reduce_encode(a); }
+  void reference_decode(const Decode& a) const override { reference::bf16_decode(a); }
 };
 
-class Fp8Format final : public WireFormat {
- public:
-  constexpr Fp8Format() {
-    name = "fp8";
-    summary = "E4M3 with a power-of-two scale per 128 values";
-    source = "OCP's 8-bit Floating Point Specification and Microscaling Formats";
-    stochastic = true;
-    granularity = kFp8Block;
-    gaussian_error = 7.1e-4;
-  }
-  double error_bound(Rounding how) const override {
-    return small_float_bound(3, how == Rounding::stochastic);
-  }
-  int64_t bytes(int64_t count) const override { return fp8_wire_bytes(count); }
-  GW_OPS(fp8)
-};
-
-// Defines the members that all block formats have in common; a derived class per format defines its ops.
 template <typename F>
-class BlockFormat : public WireFormat {
+class BlockFormat final : public WireFormat {
  public:
-  explicit BlockFormat(const char* its_name) {
-    name = its_name;
+  BlockFormat() {
+    name = kNames<F>.format;
     summary = F::kSummary;
     source = F::kSource;
     stochastic = F::kStochastic;
@@ -134,7 +106,21 @@ class BlockFormat : public WireFormat {
   double error_bound(Rounding how) const override {
     return coder_.format.error_bound(how == Rounding::stochastic);
   }
-  int64_t bytes(int64_t count) const override { return coder_.blocks(count) * coder_.bytes(); }
+  int64_t bytes(int64_t count) const override {
+    if constexpr (requires { F::wire_bytes(count); }) {
+      return F::wire_bytes(count);
+    } else {
+      return coder_.blocks(count) * coder_.bytes();
+    }
+  }
+  void reduce_encode(const Stream& stream, const ReduceEncode& a) const override {
+    GW_ENQUEUE(stream, kNames<F>.reduce_encode, reduce_encode<F>, coder_, a);
+  }
+  void decode(const Stream& stream, const Decode& a) const override {
+    GW_ENQUEUE(stream, kNames<F>.decode, decode<F>, coder_, a);
+  }
+  void reference_reduce_encode(const ReduceEncode& a) const override { reference::reduce_encode(coder_, a); }
+  void reference_decode(const Decode& a) const override { reference::decode(coder_, a); }
 
   std::vector<FormatOption> choices() override {
     std::vector<FormatOption> all = coder_.format.options();
@@ -153,9 +139,7 @@ class BlockFormat : public WireFormat {
     if (F::kRotation == Rotation::optional) all.push_back("rotate=hadamard");
     return all;
   }
-
- protected:
-  BlockCoder<F> coder_;
+  std::unique_ptr<WireFormat> copy() const override { return std::make_unique<BlockFormat>(*this); }
 
  private:
   void read_coder() {
@@ -165,31 +149,12 @@ class BlockFormat : public WireFormat {
     if constexpr (requires { coder_.format.clips(); }) clips = coder_.format.clips();
     gaussian_error = coder_.format.gaussian_error(coder_.rotate);
   }
+  BlockCoder<F> coder_;
   int rotate_ = 0;
 };
 
-#define GW_DEFINE(F, NAME)                                                                               \
-  class F##Format final : public BlockFormat<F> {                                                        \
-   public:                                                                                               \
-    F##Format() : BlockFormat(#NAME) {}                                                                  \
-    void reduce_encode(const Stream& stream, const ReduceEncode& args) const override {                  \
-      GW_ENQUEUE_CODED(NAME##_reduce_encode, stream, coder_, args);                                      \
-    }                                                                                                    \
-    void decode(const Stream& stream, const Decode& args) const override {                               \
-      GW_ENQUEUE_CODED(NAME##_decode, stream, coder_, args);                                             \
-    }                                                                                                    \
-    void reference_reduce_encode(const ReduceEncode& args) const override {                              \
-      reference::NAME##_reduce_encode(coder_, args);                                                     \
-    }                                                                                                    \
-    void reference_decode(const Decode& args) const override { reference::NAME##_decode(coder_, args); } \
-    std::unique_ptr<WireFormat> copy() const override { return std::make_unique<F##Format>(*this); }     \
-  };
-GW_BLOCK_FORMATS(GW_DEFINE)
-#undef GW_DEFINE
-
 constinit const Fp32Format kFp32Format;
 constinit const Bf16Format kBf16Format;
-constinit const Fp8Format kFp8Format;
 
 std::string options_of(WireFormat& format, WireFormat& defaults) {
   std::string text;
@@ -203,14 +168,14 @@ std::string options_of(WireFormat& format, WireFormat& defaults) {
 
 }  // namespace
 
-constinit const Wire kFp32 = &kFp32Format, kBf16 = &kBf16Format, kFp8 = &kFp8Format;
+constinit const Wire kFp32 = &kFp32Format, kBf16 = &kBf16Format;
 
 namespace {
 
 // Threads may read an older version while a format is added, so adding one makes a new version.
 struct Table {
-#define GW_DEFINE(F, NAME) new F##Format,
-  std::deque<std::vector<Wire>> versions{{kFp32, kBf16, kFp8, GW_BLOCK_FORMATS(GW_DEFINE)}};
+#define GW_DEFINE(F, NAME) new BlockFormat<F>,
+  std::deque<std::vector<Wire>> versions{{kFp32, kBf16, GW_BLOCK_FORMATS(GW_DEFINE)}};
 #undef GW_DEFINE
   std::mutex mutex;  // guards `versions`
   std::atomic<const std::vector<Wire>*> newest{&versions.back()};

@@ -99,6 +99,9 @@ struct WireRounding {
   const uint64_t* step = nullptr;  // device memory; null means 0
   int64_t first_element = 0;
 };
+GW_HD uint64_t step_of(const WireRounding& rounding) {
+  return rounding.step != nullptr ? *rounding.step : 0;
+}
 
 // Arguments of an encode: S = inputs[0..own_position) + (own + residual) + inputs[own_position..num_inputs),
 // in FP32, added in this order. The order is part of the contract, so that every transport and device gives
@@ -130,6 +133,16 @@ struct ReduceEncode {
 GW_HD float residual_unit(const ReduceEncode& a) {
   return inverse_part_scale(a.own_scale * a.residual_scale);
 }
+
+namespace cuda {
+// The variants of an encode kernel: sum without encoding, or a rounding mode.
+enum class Coding { none, nearest, stochastic };
+
+inline Coding coding_of(const ReduceEncode& a) {
+  if (a.wire == nullptr) return Coding::none;
+  return a.rounding.mode == Rounding::nearest ? Coding::nearest : Coding::stochastic;
+}
+}  // namespace cuda
 
 // Arguments of a decode: out = scale * decode(wire). Where `out` is not finite, the residual becomes 0: the
 // part kept by earlier encodes of these elements must not spoil later steps. Bytes per element: 4 + w.
@@ -216,7 +229,7 @@ using Wire = const WireFormat*;
 // from the table.
 
 // The formats that other code names; all others are found by name only.
-extern const Wire kFp32, kBf16, kFp8;
+extern const Wire kFp32, kBf16;
 
 // Returns the formats in the order of the docs; the first format is kFp32. Registered formats (registered.h)
 // come last. The span remains valid, but lacks formats registered after the call.

@@ -6,9 +6,10 @@
 // floats, 16-byte alignment is fast. Deterministic: a value depends on its block only.
 #include "kernels/wire/fp8.h"
 
+#include <type_traits>
+
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/random.h"
-#include "kernels/wire/reduce_encode.cuh"
 
 namespace gradwire::cuda {
 namespace {
@@ -55,19 +56,15 @@ __device__ __forceinline__ void store_floats(float* to, const Lane& lane, const 
   }
 }
 
-__device__ __forceinline__ void decode_word(uint8_t scale_byte, uint32_t word, float (&x)[kPerLane]) {
-  const float scale = fp8_scale(scale_byte);
-#pragma unroll
-  for (int k = 0; k < kPerLane; ++k) x[k] = scale * e4m3_to_float((word >> (8 * k)) & 0xffu);
-}
-
 // Decodes a lane's values of a block. Encoded arrays are 16-byte aligned and padded to 16 codes, so a lane
 // with any value may read its four codes as one word.
 __device__ __forceinline__ void load_wire(const void* input, int64_t count, int64_t block, const Lane& lane,
                                           float (&x)[kPerLane]) {
   const auto* wire = static_cast<const uint8_t*>(input);
-  const uint8_t scale = wire[fp8_scales_offset(count) + block];
-  decode_word(scale, lane.valid > 0 ? *reinterpret_cast<const uint32_t*>(wire + lane.begin) : 0u, x);
+  const float scale = fp8_scale(wire[fp8_scales_offset(count) + block]);
+  const uint32_t word = lane.valid > 0 ? *reinterpret_cast<const uint32_t*>(wire + lane.begin) : 0u;
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) x[k] = scale * e4m3_to_float((word >> (8 * k)) & 0xffu);
 }
 
 // Sums a lane's values as in format.h.
@@ -150,57 +147,40 @@ __device__ __forceinline__ void reduce_encode_block(const ReduceEncode& a, int64
   }
 }
 
-// Calls body.at<kWhole>(block) for this warp's blocks: first for whole blocks, if the floats are wide.
+// Calls body(whole, block) for this warp's blocks: first for whole blocks, if the floats are wide.
 template <typename Body>
 __device__ __forceinline__ void for_each_block(int64_t count, bool wide, const Body& body) {
   const int64_t all = (count + kFp8Block - 1) / kFp8Block, whole = wide ? count / kFp8Block : 0;
   const int64_t stride = int64_t{gridDim.x} * kWarps;
   int64_t block = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  for (; block < whole; block += stride) body.template at<true>(block);
-  for (; block < all; block += stride) body.template at<false>(block);
+  for (; block < whole; block += stride) body(std::true_type(), block);
+  for (; block < all; block += stride) body(std::false_type(), block);
 }
-
-template <Coding kCoding>
-struct ReduceEncodeBody {
-  const ReduceEncode& a;
-  uint64_t step;
-  template <bool kWhole>
-  __device__ __forceinline__ void at(int64_t block) const {
-    reduce_encode_block<kCoding, kWhole>(a, block, step);
-  }
-};
 
 template <Coding kCoding, bool kAligned>
 __global__ void __launch_bounds__(kThreads) fp8_reduce_encode_kernel(const __grid_constant__ ReduceEncode a) {
-  for_each_block(a.count, kAligned, ReduceEncodeBody<kCoding>{a, step_of(a.rounding)});
+  const uint64_t step = step_of(a.rounding);
+  for_each_block(a.count, kAligned, [&](auto whole, int64_t block) {
+    reduce_encode_block<kCoding, decltype(whole)::value>(a, block, step);
+  });
 }
-
-template <bool kWhole>
-__device__ __forceinline__ void decode_block(const Decode& a, int64_t block) {
-  const Lane lane = lane_of(block, a.count);
-  float x[kPerLane];
-  load_wire(a.wire, a.count, block, lane, x);
-  if constexpr (!kWhole) {  // the wire's padding is undefined
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) x[k] = k < lane.valid ? x[k] : 0.0f;
-  }
-  forget_not_finite<kPerLane>(x, a.residual == nullptr ? nullptr : a.residual + lane.begin);
-#pragma unroll
-  for (int k = 0; k < kPerLane; ++k) x[k] *= a.scale;
-  store_floats<kWhole>(a.out, lane, x);
-}
-
-struct DecodeBody {
-  const Decode& a;
-  template <bool kWhole>
-  __device__ __forceinline__ void at(int64_t block) const {
-    decode_block<kWhole>(a, block);
-  }
-};
 
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads) fp8_decode_kernel(const __grid_constant__ Decode a) {
-  for_each_block(a.count, kAligned, DecodeBody{a});
+  for_each_block(a.count, kAligned, [&](auto whole, int64_t block) {
+    constexpr bool kWhole = decltype(whole)::value;
+    const Lane lane = lane_of(block, a.count);
+    float x[kPerLane];
+    load_wire(a.wire, a.count, block, lane, x);
+    if constexpr (!kWhole) {  // the wire's padding is undefined
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) x[k] = k < lane.valid ? x[k] : 0.0f;
+    }
+    forget_not_finite<kPerLane>(x, a.residual == nullptr ? nullptr : a.residual + lane.begin);
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) x[k] *= a.scale;
+    store_floats<kWhole>(a.out, lane, x);
+  });
 }
 
 template <bool kAligned>
@@ -219,13 +199,15 @@ LaunchConfig config_for(Kernel* kernel, int64_t count, CudaStream stream) {
 
 }  // namespace
 
-void fp8_reduce_encode(CudaStream stream, const ReduceEncode& a) {
+template <>
+void reduce_encode(CudaStream stream, const BlockCoder<Fp8>&, const ReduceEncode& a) {
   auto* kernel =
       aligned(a.own, a.residual, a.out) ? kernel_for<true>(coding_of(a)) : kernel_for<false>(coding_of(a));
   launch("fp8_reduce_encode", kernel, config_for(kernel, a.count, stream), a);
 }
 
-void fp8_decode(CudaStream stream, const Decode& a) {
+template <>
+void decode(CudaStream stream, const BlockCoder<Fp8>&, const Decode& a) {
   auto* kernel = aligned(a.out) ? fp8_decode_kernel<true> : fp8_decode_kernel<false>;
   launch("fp8_decode", kernel, config_for(kernel, a.count, stream), a);
 }

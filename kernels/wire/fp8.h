@@ -1,7 +1,7 @@
 // Block-scaled FP8 on the wire: E4M3 codes, one power-of-two scale per 128 values
 // (kernels/math/small_float.h).
 //
-// The encoding of `count` values is fp8_wire_bytes(count) long: count codes, padding to a multiple of 16,
+// The encoding of `count` values is Fp8::wire_bytes(count) long: count codes, padding to a multiple of 16,
 // then one scale byte per block of 128 values; the last block may be short. The size is 1.0078 bytes per
 // value.
 //
@@ -10,29 +10,39 @@
 // sent as NaN; they do not affect the scale.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <vector>
 
 #include "kernels/math/small_float.h"
-#include "kernels/op.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/codes.h"
 #include "kernels/wire/format.h"
+#include "kernels/wire/microscaling.h"
 
 namespace gradwire {
 
 GW_HD int64_t fp8_scales_offset(int64_t count) {
   return (count + 15) / 16 * 16;
 }
-GW_HD int64_t fp8_wire_bytes(int64_t count) {
-  return fp8_scales_offset(count) + (count + kFp8Block - 1) / kFp8Block;
-}
 
-// The arithmetic of FP8 as a block format (kernels/wire/block.h); the layout on the wire differs.
+// FP8 as a block format (kernels/wire/block.h); the layout on the wire differs.
 struct Fp8 {
   static constexpr int kBlock = kFp8Block, kMaxBlock = kBlock;
+  static constexpr const char* kSummary = "E4M3 with a power-of-two scale per 128 values";
+  static constexpr const char* kSource = "OCP's 8-bit Floating Point Specification and Microscaling Formats";
+  static constexpr Rounding kRounding = Rounding::nearest;
   static constexpr Rotation kRotation = Rotation::never;
   static constexpr bool kMasks = false, kStochastic = true;
+  static constexpr std::array<const char*, 0> kExamples = {};
+
   GW_HD static int block() { return kBlock; }
+  static int64_t wire_bytes(int64_t count) {
+    return fp8_scales_offset(count) + (count + kFp8Block - 1) / kFp8Block;
+  }
+  static double gaussian_error(bool) { return 7.1e-4; }
+  static double error_bound(bool stochastic) { return small_float_bound(3, stochastic); }
+  static std::vector<FormatOption> options() { return {}; }
 
   template <typename Byte>
   struct Place {
@@ -57,7 +67,11 @@ struct Fp8 {
   }
 };
 
-GW_OP(fp8_reduce_encode, ReduceEncode)
-GW_OP(fp8_decode, Decode)
+namespace cuda {  // fp8.cu
+template <>
+void reduce_encode(CudaStream stream, const BlockCoder<Fp8>& coder, const ReduceEncode& a);
+template <>
+void decode(CudaStream stream, const BlockCoder<Fp8>& coder, const Decode& a);
+}  // namespace cuda
 
 }  // namespace gradwire

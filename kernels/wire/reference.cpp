@@ -5,10 +5,8 @@
 
 #include "kernels/math/random.h"
 #include "kernels/math/small_float.h"
-#include "kernels/wire/block.h"
 #include "kernels/wire/block_formats.h"
 #include "kernels/wire/floats.h"
-#include "kernels/wire/fp8.h"
 
 namespace gradwire::reference {
 namespace {
@@ -41,17 +39,11 @@ void put_decoded(const Decode& a, int64_t i, float value) {
 }
 
 uint32_t random_of(const WireRounding& rounding, int64_t i) {
-  const uint64_t step = rounding.step != nullptr ? *rounding.step : 0;
-  return random16(rounding.seed, step, static_cast<uint64_t>(rounding.first_element + i));
+  return random16(rounding.seed, step_of(rounding), static_cast<uint64_t>(rounding.first_element + i));
 }
 
 float bf16_value(const void* wire, int64_t i) {
   return bf16_to_float(static_cast<const uint16_t*>(wire)[i]);
-}
-
-float fp8_value(const void* wire, int64_t count, int64_t i) {
-  const auto* bytes = static_cast<const uint8_t*>(wire);
-  return e4m3_to_float(bytes[i]) * fp8_scale(bytes[fp8_scales_offset(count) + i / kFp8Block]);
 }
 
 struct ScalarLanes {
@@ -107,8 +99,10 @@ std::vector<float> decoded_block(const BlockCoder<F>& coder, const void* wire, i
   return values;
 }
 
+}  // namespace
+
 template <typename F>
-void reduce_encode_blocks(const BlockCoder<F>& coder, const ReduceEncode& a) {
+void reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a) {
   const int n = coder.block();
   for (int64_t block = 0; block < coder.blocks(a.count); ++block) {
     const int64_t begin = block * n;
@@ -140,7 +134,7 @@ void reduce_encode_blocks(const BlockCoder<F>& coder, const ReduceEncode& a) {
 }
 
 template <typename F>
-void decode_blocks(const BlockCoder<F>& coder, const Decode& a) {
+void decode(const BlockCoder<F>& coder, const Decode& a) {
   const int n = coder.block();
   for (int64_t block = 0; block < coder.blocks(a.count); ++block) {
     const int count = static_cast<int>(std::min<int64_t>(n, a.count - block * n));
@@ -148,8 +142,6 @@ void decode_blocks(const BlockCoder<F>& coder, const Decode& a) {
     for (int i = 0; i < count; ++i) put_decoded(a, block * n + i, values[static_cast<size_t>(i)]);
   }
 }
-
-}  // namespace
 
 void fp32_reduce(const Reduce& a) {
   for (int64_t i = 0; i < a.count; ++i) {
@@ -181,42 +173,9 @@ void bf16_decode(const Decode& a) {
   for (int64_t i = 0; i < a.count; ++i) put_decoded(a, i, bf16_value(a.wire, i));
 }
 
-void fp8_reduce_encode(const ReduceEncode& a) {
-  auto* wire = static_cast<uint8_t*>(a.wire);
-  auto value = [&](int k, int64_t i) { return fp8_value(a.inputs[k], a.count, i); };
-  for (int64_t begin = 0; begin < a.count; begin += kFp8Block) {
-    const int64_t end = std::min<int64_t>(a.count, begin + kFp8Block);
-    float sums[kFp8Block];
-    uint32_t largest = 0;
-    for (int64_t i = begin; i < end; ++i) {
-      sums[i - begin] = sum_at(a, i, value);
-      largest = std::max(largest, finite_magnitude_bits(sums[i - begin]));
-    }
-    const uint8_t scale = fp8_scale_byte(largest);
-    if (wire != nullptr) wire[fp8_scales_offset(a.count) + begin / kFp8Block] = scale;
-    for (int64_t i = begin; i < end; ++i) {
-      const float s = sums[i - begin], scaled = s * fp8_inverse_scale(scale);
-      const uint8_t code = a.rounding.mode == Rounding::nearest
-                               ? float_to_e4m3_nearest(scaled)
-                               : float_to_e4m3_stochastic(scaled, random_of(a.rounding, i));
-      if (wire != nullptr) wire[i] = code;
-      const float sent = e4m3_to_float(code) * fp8_scale(scale);
-      keep_rest(a, i, s, sent, rest_of<false>(s, sent, residual_unit(a)));
-    }
-  }
-}
-
-void fp8_decode(const Decode& a) {
-  for (int64_t i = 0; i < a.count; ++i) put_decoded(a, i, fp8_value(a.wire, a.count, i));
-}
-
-#define GW_DEFINE(F, NAME)                                                       \
-  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a) { \
-    reduce_encode_blocks(coder, a);                                              \
-  }                                                                              \
-  void NAME##_decode(const BlockCoder<F>& coder, const Decode& a) {              \
-    decode_blocks(coder, a);                                                     \
-  }
+#define GW_DEFINE(F, NAME)                                                \
+  template void reduce_encode(const BlockCoder<F>&, const ReduceEncode&); \
+  template void decode(const BlockCoder<F>&, const Decode&);
 GW_BLOCK_FORMATS(GW_DEFINE)
 #undef GW_DEFINE
 

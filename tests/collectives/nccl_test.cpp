@@ -66,7 +66,7 @@ std::vector<float> allreduced(Transport& transport, const Schedule& schedule, Wi
 TEST(Nccl, SchedulesAndWiresGiveTheSameBitsAsThreads) {
   for (int n : {2, 3, 4}) {
     for (const Schedule& schedule : allreduces(n)) {
-      for (Wire wire : {kFp32, kBf16, kFp8}) {
+      for (Wire wire : {kFp32, kBf16, wire_format("fp8")}) {
         FakeWorld world(n);
         // NCCL is busy like this while connecting in the background
         for (auto& c : world.comms) c->busy_after_group = 3;

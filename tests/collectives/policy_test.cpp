@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "collectives/reducer/snapshot.h"
-#include "kernels/feedback/feedback.h"
 #include "kernels/math/small_float.h"
+#include "kernels/passes/passes.h"
 #include "tests/collectives/conservation.h"
 #include "tests/collectives/reducer_rank.h"
 #include "tests/support/devices.h"

@@ -250,7 +250,7 @@ TEST_P(AllreduceTest, OutOfPlaceAnd16BitBuffersHaveTheSameSum) {
   const int world = 4;
   const int64_t count = 4099;
   for (const Schedule& schedule : schedules(world)) {
-    for (Wire wire : {kFp32, kBf16, kFp8}) {
+    for (Wire wire : {kFp32, kBf16, wire_format("fp8")}) {
       Values inputs = normals(world, count, 60);
       for (auto& input : inputs) {
         for (float& v : input)  // exact in all types
@@ -316,27 +316,28 @@ TEST_P(AllreduceTest, SlicesChangeNoBit) {
 #else
   const std::vector<int64_t> counts = {7, 1000, 20011}, sizes = {64, 500, 5000};
 #endif
-  for_schedules({6}, std::vector<Wire>{kFp32, kBf16, kFp8}, [&](const Schedule& schedule, Wire wire) {
-    for (int64_t count : counts) {
-      const Values inputs = normals(6, count, 10), residuals = normals(6, count, 20, 0.01f);
-      const Rounding rounding = wire == kBf16 ? Rounding::stochastic : Rounding::nearest;
-      Program::Options options{.what = "test",
-                               .wire = wire,
-                               .fp32_intra_node = count == 1000,
-                               .scale = 1.0f / 6,
-                               .rounding = {rounding, 42, nullptr, 0}};
-      const Outcome whole = run(schedule, inputs, residuals, options);
-      for (int64_t slice_bytes : sizes) {
-        options.slice_bytes = slice_bytes;
-        const Outcome sliced = run(schedule, inputs, residuals, options);
-        for (int r = 0; r < 6; ++r) {
-          ASSERT_TRUE(same_bits(whole.result[r], sliced.result[r]) &&
-                      same_bits(whole.residual[r], sliced.residual[r]))
-              << "count=" << count << " slices of " << slice_bytes << ", rank " << r;
-        }
-      }
-    }
-  });
+  for_schedules({6}, std::vector<Wire>{kFp32, kBf16, wire_format("fp8")},
+                [&](const Schedule& schedule, Wire wire) {
+                  for (int64_t count : counts) {
+                    const Values inputs = normals(6, count, 10), residuals = normals(6, count, 20, 0.01f);
+                    const Rounding rounding = wire == kBf16 ? Rounding::stochastic : Rounding::nearest;
+                    Program::Options options{.what = "test",
+                                             .wire = wire,
+                                             .fp32_intra_node = count == 1000,
+                                             .scale = 1.0f / 6,
+                                             .rounding = {rounding, 42, nullptr, 0}};
+                    const Outcome whole = run(schedule, inputs, residuals, options);
+                    for (int64_t slice_bytes : sizes) {
+                      options.slice_bytes = slice_bytes;
+                      const Outcome sliced = run(schedule, inputs, residuals, options);
+                      for (int r = 0; r < 6; ++r) {
+                        ASSERT_TRUE(same_bits(whole.result[r], sliced.result[r]) &&
+                                    same_bits(whole.residual[r], sliced.residual[r]))
+                            << "count=" << count << " slices of " << slice_bytes << ", rank " << r;
+                      }
+                    }
+                  }
+                });
 }
 
 TEST_P(AllreduceTest, TwoShotStaysFlatWhereARingsErrorGrows) {

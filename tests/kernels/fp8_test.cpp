@@ -58,7 +58,7 @@ TEST_P(Fp8Wire, SentPlusResidualIsTheSumWithABoundedError) {
     const WireProblem p{.own = spread_values(5000, 5, 8.0f),
                         .residual = spread_values(5000, 6, 8.0f),
                         .rounding = {.mode = mode, .seed = 9}};
-    const WireResult got = run(kFp8, p);
+    const WireResult got = run(wire_format("fp8"), p);
     for (size_t i = 0; i < p.own.size(); ++i) {
       float s = p.own[i] + p.residual[i], sent = got.out[i] * 2;
       float scale = fp8_scale(got.wire[static_cast<size_t>(fp8_scales_offset(5000)) + i / kFp8Block]);
@@ -77,10 +77,10 @@ TEST_P(Fp8Wire, SentPlusResidualIsTheSumWithABoundedError) {
 TEST_P(Fp8Wire, StochasticRoundingIsUnbiased) {
   std::vector<float> own(128 * 2000, 1.03f);  // between the codes of 1.0 and 1.125
   for (size_t i = 0; i < own.size(); i += kFp8Block) own[i] = 448.0f;
-  const WireResult got = run(kFp8, {.own = own,
-                                    .residual = std::vector<float>(own.size(), 0.0f),
-                                    .rounding = {.mode = Rounding::stochastic, .seed = 11},
-                                    .step = 1});
+  const WireResult got = run(wire_format("fp8"), {.own = own,
+                                                  .residual = std::vector<float>(own.size(), 0.0f),
+                                                  .rounding = {.mode = Rounding::stochastic, .seed = 11},
+                                                  .step = 1});
   double sum = 0;
   int64_t counted = 0;
   for (size_t i = 0; i < own.size(); ++i) {
@@ -93,11 +93,11 @@ TEST_P(Fp8Wire, StochasticRoundingIsUnbiased) {
 
 TEST_P(Fp8Wire, SendsNonFiniteValuesAsNan) {
   WireProblem p{.own = spread_values(300, 21, 1.0f), .residual = spread_values(300, 22, 1.0f)};
-  const WireResult clean = run(kFp8, p);
+  const WireResult clean = run(wire_format("fp8"), p);
   for (float poison : {kNan, kInf, -kInf}) {
     WireProblem bad = p;
     bad.own[130] = poison;
-    const WireResult got = run(kFp8, bad);
+    const WireResult got = run(wire_format("fp8"), bad);
     EXPECT_TRUE(std::isnan(got.out[130]));
     EXPECT_EQ(got.residual[130], 0.0f);
     for (size_t i = 0; i < p.own.size(); ++i) {

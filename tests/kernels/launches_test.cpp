@@ -1,7 +1,7 @@
 // Tests that each op of the model makes the number of launches given in tests/support/launches.h.
 #include "tests/support/launches.h"
 
-#include "kernels/optimizer/optimizer.h"
+#include "kernels/passes/passes.h"
 #include "kernels/vit/vit.h"
 #include "tests/kernels/backend.h"
 

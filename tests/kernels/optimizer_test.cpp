@@ -1,4 +1,4 @@
-#include "kernels/optimizer/optimizer.h"
+#include "kernels/passes/passes.h"
 
 #include "tests/kernels/operand.h"
 
@@ -7,48 +7,43 @@ namespace {
 
 // The state of one optimizer. `m` is the first moment or SGD's velocity.
 struct State {
-  Operand<float> params, m, v, grads;
-  OptimizerScalars scalars;
-  Array<OptimizerScalars> device_scalars;
+  Array<float> params, m, v, grads;
+  Array<OptimizerScalars> scalars;
   int64_t count;
 
   State(OpFixture& test, int64_t n, const std::vector<float>& v_values, int64_t misalign = 0)
-      : params(test, normal(n, 1), misalign),
-        m(test, std::vector<float>(v_values.size()), misalign),
-        v(test, v_values, misalign),
-        grads(test, n, misalign),
-        device_scalars(test.array<OptimizerScalars>(1)),
+      : params(test.array(normal(n, 1), misalign)),
+        m(test.array(std::vector<float>(v_values.size()), misalign)),
+        v(test.array(v_values, misalign)),
+        grads(test.array<float>(n, misalign)),
+        scalars(test.array<OptimizerScalars>(1)),
         count(n) {}
-  void set(const std::vector<float>& gradients, const OptimizerScalars& step) {
-    grads.host = gradients, scalars = step;
-    grads.device.set(gradients);
-    device_scalars.set({step});
+  ~State() {
+    for (const auto* x : {&params, &m, &v, &grads}) x->expect_guards_intact("optimizer's array");
   }
-  template <typename Side>
-  SgdStep sgd(Side on, bool with_momentum) {
-    return {.params = on(params),
-            .grads = on(grads),
-            .velocity = with_momentum ? on(m) : nullptr,
+  void set(const std::vector<float>& gradients, const OptimizerScalars& step) {
+    grads.set(gradients);
+    scalars.set({step});
+  }
+  SgdStep sgd(bool with_momentum) const {
+    return {.params = params.data(),
+            .grads = grads.data(),
+            .velocity = with_momentum ? m.data() : nullptr,
             .count = count,
             .momentum = with_momentum ? 0.9f : 0.0f,
             .weight_decay = 0.01f,
-            .scalars = step(on)};
+            .scalars = scalars.data()};
   }
-  template <typename Side>
-  AdamWStep adamw(Side on) {
-    return {.params = on(params),
-            .grads = on(grads),
-            .m = on(m),
-            .v = on(v),
+  AdamWStep adamw() const {
+    return {.params = params.data(),
+            .grads = grads.data(),
+            .m = m.data(),
+            .v = v.data(),
             .count = count,
             .beta2 = 0.99f,
             .weight_decay = 0.05f,
-            .scalars = step(on)};
+            .scalars = scalars.data()};
   }
-
- private:
-  const OptimizerScalars* step(OnHost) const { return &scalars; }
-  const OptimizerScalars* step(OnDevice) const { return device_scalars.data(); }
 };
 
 std::vector<float> zeros(int64_t n) {
@@ -57,12 +52,10 @@ std::vector<float> zeros(int64_t n) {
 
 class Optimizer : public OpTest {
  public:
-  // Expects both sides of an operand to match the formula evaluated in double.
-  static void expect_formula(const Operand<float>& x, const std::vector<double>& want, const char* what,
+  // Expects an array to match the formula evaluated in double.
+  static void expect_formula(const Array<float>& x, const std::vector<double>& want, const char* what,
                              double tolerance = 1e-6, double scale = 1.0) {
-    const std::vector<float> narrow(want.begin(), want.end());
-    expect_close(x.got(), narrow, tolerance, what, scale);
-    expect_close(x.host, narrow, tolerance, what, scale);
+    expect_close(x.host(), {want.begin(), want.end()}, tolerance, what, scale);
   }
 };
 
@@ -72,14 +65,16 @@ TEST_P(Optimizer, SgdMatchesPyTorchOverSeveralSteps) {
       for (int64_t misalign : {0, 1}) {
         SCOPED_TRACE(fmt::format("{}{}", n, with_momentum ? " with momentum" : ""));
         State s(*this, n, zeros(n), misalign);
-        std::vector<double> w(s.params.host.begin(), s.params.host.end()), v(w.size(), 0.0);
+        const auto start = s.params.host();
+        std::vector<double> w(start.begin(), start.end()), v(w.size(), 0.0);
         for (uint32_t step = 0; step < 5; ++step) {
           const auto g = normal(n, 10 + step);
-          s.set(g, {.lr = 0.1f / static_cast<float>(step + 1)});
-          GW_RUN_BOTH(sgd_step, [&](auto on) { return s.sgd(on, with_momentum); });
+          const float lr = 0.1f / static_cast<float>(step + 1);
+          s.set(g, {.lr = lr});
+          GW_RUN(sgd_step, s.sgd(with_momentum));
           for (size_t i = 0; i < w.size(); ++i) {
             v[i] = double{with_momentum ? 0.9f : 0.0f} * v[i] + (g[i] + double{0.01f} * w[i]);
-            w[i] -= s.scalars.lr * v[i];
+            w[i] -= lr * v[i];
           }
         }
         expect_formula(s.params, w, "params");
@@ -95,21 +90,23 @@ TEST_P(Optimizer, AdamWMatchesPyTorchOverSeveralSteps) {
       SCOPED_TRACE(n);
       const double b1 = 0.9f, b2 = 0.99f, eps = 1e-8f, decay = 0.05f;
       State s(*this, n, zeros(n), misalign);
-      std::vector<double> w(s.params.host.begin(), s.params.host.end()), m(w.size(), 0.0), v(w.size(), 0.0);
+      const auto start = s.params.host();
+      std::vector<double> w(start.begin(), start.end()), m(w.size(), 0.0), v(w.size(), 0.0);
       for (uint32_t step = 1; step <= 5; ++step) {
         auto g = normal(n, 20 + step, 0.1f);
         // zero gradients must not cause a division by zero
         for (size_t i = 0; i < w.size(); i += 3) g[i] = 0.0f;
-        s.set(g, {.lr = 0.01f,
-                  .correction1 = static_cast<float>(1.0 - std::pow(b1, step)),
-                  .correction2 = static_cast<float>(1.0 - std::pow(b2, step))});
-        GW_RUN_BOTH(adamw_step, [&](auto on) { return s.adamw(on); });
+        const OptimizerScalars scalars{.lr = 0.01f,
+                                       .correction1 = static_cast<float>(1.0 - std::pow(b1, step)),
+                                       .correction2 = static_cast<float>(1.0 - std::pow(b2, step))};
+        s.set(g, scalars);
+        GW_RUN(adamw_step, s.adamw());
         for (size_t i = 0; i < w.size(); ++i) {
-          w[i] *= 1.0 - s.scalars.lr * decay;
+          w[i] *= 1.0 - scalars.lr * decay;
           m[i] = b1 * m[i] + (1.0 - b1) * g[i];
           v[i] = b2 * v[i] + (1.0 - b2) * g[i] * g[i];
-          w[i] -= s.scalars.lr / double{s.scalars.correction1} * m[i] /
-                  (std::sqrt(v[i]) / std::sqrt(double{s.scalars.correction2}) + eps);
+          w[i] -= scalars.lr / double{scalars.correction1} * m[i] /
+                  (std::sqrt(v[i]) / std::sqrt(double{scalars.correction2}) + eps);
         }
       }
       expect_formula(s.params, w, "params");
@@ -127,14 +124,14 @@ TEST_P(Optimizer, AlsoWritesTheNewParametersAsBf16) {
       State s(*this, n, std::vector<float>(static_cast<size_t>(n), 0.25f));
       s.set(normal(n, 2), {.lr = 0.1f, .correction1 = 0.5f, .correction2 = 0.5f});
       Operand<Bf16> rounded(*this, n, misalign);
-      SgdStep sgd = s.sgd(OnDevice{}, false);
+      SgdStep sgd = s.sgd(false);
       sgd.rounded = rounded.device.data();
       GW_RUN(sgd_step, sgd);
-      expect_same_bits(rounded.got(), widened(narrowed<Bf16>(s.params.got())), "after SGD");
-      AdamWStep adamw = s.adamw(OnDevice{});
+      expect_same_bits(rounded.got(), widened(narrowed<Bf16>(s.params.host())), "after SGD");
+      AdamWStep adamw = s.adamw();
       adamw.rounded = rounded.device.data();
       GW_RUN(adamw_step, adamw);
-      expect_same_bits(rounded.got(), widened(narrowed<Bf16>(s.params.got())), "after AdamW");
+      expect_same_bits(rounded.got(), widened(narrowed<Bf16>(s.params.host())), "after AdamW");
     }
   }
 }
@@ -144,9 +141,9 @@ TEST_P(Optimizer, NanGradientReachesOnlyItsParameter) {
   auto g = normal(70, 2);
   g[33] = std::numeric_limits<float>::quiet_NaN();
   s.set(g, {.lr = 0.1f});
-  const AdamWStep args = s.adamw(OnDevice{});
+  const AdamWStep args = s.adamw();
   GW_RUN(adamw_step, args);
-  const auto got = s.params.got();
+  const auto got = s.params.host();
   for (size_t i = 0; i < got.size(); ++i) EXPECT_EQ(std::isnan(got[i]), i == 33) << i;
 }
 
@@ -155,9 +152,9 @@ TEST_P(Optimizer, AnyNumberOfThreadsGivesTheSameBits) {
   expect_same_bits_with_any_threads([&] {
     State s(*this, n, std::vector<float>(static_cast<size_t>(n), 0.5f));
     s.set(normal(n, 2), {.lr = 0.1f, .correction1 = 0.1f, .correction2 = 0.2f});
-    const AdamWStep args = s.adamw(OnDevice{});
+    const AdamWStep args = s.adamw();
     GW_RUN(adamw_step, args);
-    return Arrays{s.params.got()};
+    return Arrays{s.params.host()};
   });
 }
 

@@ -27,15 +27,7 @@ class PowerSgdByLibrary : public PowerSgdFixture {
       GW_RUN(powersgd_form, form);
       m = residual;
     }
-    for (const MatrixDescriptor& d : b.table.host()) {
-      interpret(thin_gemm({.onto_p = onto_p,
-                           .rows = d.rows,
-                           .cols = d.cols,
-                           .rank = d.rank,
-                           .m = m + d.offset,
-                           .factor = factors + (onto_p ? d.p_offset : d.q_offset),
-                           .out = out + (onto_p ? d.q_offset : d.p_offset)}));
-    }
+    for (const ThinGemm& gemm : thin_gemms(b.table, onto_p, m, factors, out)) interpret(gemm);
     if (residual == nullptr) return;
     PowerSgdOverwrite overwrite{.table = &b.table, .marks = marks, .value = kNotANumber};
     (onto_p ? overwrite.q : overwrite.p) = out;

@@ -32,10 +32,10 @@ class StandInProducts final : public ThinProducts {
   StandInProducts& operator=(const StandInProducts&) = delete;
 
   std::string name() const override { return "stand-in 1"; }
-  void run(const Stream& stream, std::span<const ThinProduct> products) override {
-    for (const ThinProduct& product : products) {
-      ++(product.onto_p ? onto_p : onto_q);
-      stream.submit([gemm = thin_gemm(product)] { interpret(gemm); });
+  void run(const Stream& stream, std::span<const ThinGemm> products) override {
+    for (const ThinGemm& gemm : products) {
+      ++(gemm.transpose_b ? onto_p : onto_q);
+      stream.submit([gemm] { interpret(gemm); });
     }
   }
 

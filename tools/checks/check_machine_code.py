@@ -82,8 +82,9 @@ def read_budgets(path: pathlib.Path) -> dict[str, Budget]:
 def label(full: str) -> str:
     """Returns the kernel's name, with the op for kernels of kernels/cuda/vector.cuh that run several."""
     name = base_name(full)
-    op = re.search(r"namespace\)::(\w+)[<(,> ]", full.partition("<")[2])
-    return f"{name}({op[1]})" if op and name in ("for_columns_kernel", "column_partials_kernel") else name
+    op = re.search(r"(?:namespace\)|gradwire)::(\w+)[<(,> ]", full.partition("<")[2])
+    several = ("for_columns_kernel", "column_partials_kernel", "elements_kernel")
+    return f"{name}({op[1]})" if op and name in several else name
 
 
 def warps(function: dict, threads: int, dynamic_shared: float) -> int:
@@ -254,7 +255,7 @@ def contracted(build: pathlib.Path) -> list[str]:
     """
     commands = json.loads((build / "compile_commands.json").read_text())
     return [f"{entry['file']} is compiled without --fmad=false" for entry in commands
-            if re.search(r"/kernels/(wire|randk|feedback)/[^/]*\.cu$", entry["file"])
+            if re.search(r"/kernels/(wire|randk|passes)/[^/]*\.cu$", entry["file"])
             and "nvcc" in entry["command"] and "--fmad=false" not in entry["command"]]
 
 

@@ -5,8 +5,7 @@
 #include <cmath>
 #include <numbers>
 
-#include "kernels/feedback/feedback.h"
-#include "kernels/optimizer/optimizer.h"
+#include "kernels/passes/passes.h"
 #include "kernels/powersgd/orthonormalize.h"
 
 namespace gradwire {
