@@ -69,7 +69,7 @@ float sum_of(Communicator& comm, float mine) {
   run_once(program, stream);
   comm.check();
   float by_library = 0;
-  comm.transport().native_allreduce()->allreduce(stream, &mine, &by_library, 1, false, 4, "allreduce");
+  comm.transport().allreduce(stream, &mine, &by_library, 1, false, 4, "allreduce");
   stream.synchronize();
   comm.check();
   EXPECT_EQ(data.front(), data.back());

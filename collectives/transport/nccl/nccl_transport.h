@@ -46,10 +46,7 @@ struct NcclSetup {
   NcclCommunicator::Pause pause = [](std::chrono::microseconds time) { std::this_thread::sleep_for(time); };
 };
 
-class NcclTransport final : public Transport,
-                            public NativeAllreduce,
-                            public MessagesToRankZero,
-                            public ElasticGroup {
+class NcclTransport final : public Transport {
  public:
   explicit NcclTransport(NcclSetup setup);
   ~NcclTransport() override;
@@ -63,10 +60,7 @@ class NcclTransport final : public Transport,
   // Returns a group without a store: its errors name fewer ranks, and its calls are not compared.
   std::unique_ptr<Transport> split(const std::vector<int>& members) override;
 
-  NativeAllreduce* native_allreduce() override { return this; }
-  MessagesToRankZero* messages() override { return setup_.group ? this : nullptr; }
-  ElasticGroup* elastic() override { return this; }
-
+  bool has_allreduce() const override { return true; }
   void allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean, uint64_t bytes,
                  const std::string& what) override;
   void send_message(const std::string& message) override;
