@@ -202,8 +202,6 @@ class Transport {
         device_(place.device),
         timeout_(place.timeout) {}
   void count_sent(uint64_t bytes) { bytes_sent_.fetch_add(bytes, std::memory_order_relaxed); }
-  // Subtracts the transport's internal messages, which are not payload, from the sent bytes.
-  void uncount_sent(uint64_t bytes) { bytes_sent_.fetch_sub(bytes, std::memory_order_relaxed); }
 
   Waits waits_;
 
