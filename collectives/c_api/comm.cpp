@@ -279,7 +279,7 @@ RendezvousCallbacks callbacks_of_store(const gw_store* given, std::chrono::milli
                        "rank use the same store and prefix?",
                        key, timeout.count());
     value.resize(std::min(bytes, kMostBytes));
-    require<CommError>(bytes <= kMostBytes && is_store_location(value),
+    require<CommError>(bytes <= kMostBytes && !StoreLocation::parse(value).store.addresses.empty(),
                        "the store's '{}' ({} bytes) is not what rank 0 has set; does something else use this "
                        "key, or another version of the library?",
                        key, bytes);

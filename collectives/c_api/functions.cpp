@@ -76,10 +76,10 @@ gw_status gw_comm_admit(gw_comm comm, int32_t most) {
     LockedComm locked(comm);
     Transport& transport = locked->communicator->transport();
     if (most == 0) {
-      if (transport.admission() != nullptr) transport.admission()->close_admission();
+      transport.close_admission();
       return;
     }
-    require_admission(transport).open_admission(most, [](const std::string& about) {
+    transport.open_admission(most, [](const std::string& about) {
       return about == kAbout ? "" : fmt::format("the joiner runs {}, the group {}", about, kAbout);
     });
   });
@@ -100,8 +100,8 @@ gw_status gw_comm_query(gw_comm comm, gw_comm_info* info) {
     LockedComm locked(comm);
     Communicator& group = *locked->communicator;
     const Device device = group.device();
-    Admission* const admission = group.transport().admission();
-    const std::string invitation = admission != nullptr ? admission->invitation() : "";
+    const Transport& transport = group.transport();
+    const std::string invitation = transport.admits() ? transport.invitation() : "";
     const gw_comm_info found{.size = sizeof(gw_comm_info),
                              .rank = group.rank(),
                              .world = group.world(),
@@ -110,7 +110,7 @@ gw_status gw_comm_query(gw_comm comm, gw_comm_info* info) {
                              .bytes_sent = group.bytes_sent(),
                              .transport = group.transport().name(),
                              .invitation = invitation.empty() ? nullptr : locked->kept(invitation),
-                             .joiners = admission != nullptr ? admission->waiting_joiners() : 0};
+                             .joiners = transport.waiting_joiners()};
     write_struct(found, info, "gw_comm_info");
   });
 }

@@ -28,7 +28,7 @@ std::unique_ptr<Communicator> Communicator::create_tcp(const TcpOptions& options
   return std::make_unique<Communicator>(make_tcp_transport(options));
 }
 
-std::unique_ptr<Communicator> Communicator::join_tcp(const TcpOptions& options, const TcpJoinOptions& join) {
+std::unique_ptr<Communicator> Communicator::join_tcp(const TcpOptions& options, const JoinRequest& join) {
   return std::make_unique<Communicator>(join_tcp_transport(options, join));
 }
 
@@ -84,7 +84,7 @@ const LinkCosts& Communicator::link_costs(const Stream& stream, const ScheduleRe
 void Communicator::set_link_costs(const LinkCosts& costs) {
   link_costs_ = costs;
   // The costs may come from another group, for example from a checkpoint.
-  link_costs_->library_measured = costs.library_measured && transport_->native_allreduce() != nullptr;
+  link_costs_->library_measured = costs.library_measured && transport_->has_allreduce();
 }
 const Stream& Communicator::transfers() {
   if (!transfers_) transfers_ = Stream::create(device(), "transfers", Stream::Priority::high);
@@ -99,10 +99,10 @@ void Communicator::finish_transfers() noexcept {
 }
 std::unique_ptr<Communicator> Communicator::regroup(std::chrono::milliseconds timeout,
                                                     std::vector<int>& survivors) {
-  return successor(require_elastic(*transport_).regroup(timeout, survivors));
+  return successor(transport_->regroup(timeout, survivors));
 }
 std::unique_ptr<Communicator> Communicator::grow() {
-  return successor(require_admission(*transport_).grow());
+  return successor(transport_->grow());
 }
 std::unique_ptr<Communicator> Communicator::split(int color, int key) {
   const Stream stream = device().is_host() ? Stream::immediate_host() : Stream::create(device(), "set-up");

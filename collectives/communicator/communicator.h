@@ -18,7 +18,7 @@
 
 namespace gradwire {
 
-struct TcpJoinOptions;
+struct JoinRequest;
 struct TcpOptions;
 struct NcclOptions;
 
@@ -33,7 +33,7 @@ class Communicator {
   // CommError at the timeout. See transport/tcp/tcp.h.
   static std::unique_ptr<Communicator> create_tcp(const TcpOptions& options);
   // Joins a running group as a new rank. See transport/tcp/tcp.h.
-  static std::unique_ptr<Communicator> join_tcp(const TcpOptions& options, const TcpJoinOptions& join);
+  static std::unique_ptr<Communicator> join_tcp(const TcpOptions& options, const JoinRequest& join);
   // Creates one rank of a group of processes, on a GPU. Blocks until all ranks have joined. Throws CommError
   // at the timeout. See transport/nccl/nccl.h.
   static std::unique_ptr<Communicator> create_nccl(const NcclOptions& options);
@@ -86,10 +86,10 @@ class Communicator {
   // Returns how long this rank has waited for data of each rank, in seconds; empty if not measured.
   std::vector<double> waited_s() const { return transport_->waited_s(); }
   // Returns a communicator of a failed group's survivors. The survivors agree on the members: see
-  // ElasticGroup::regroup(). Requires TCP or NCCL, and a communicator created with `shrinkable`. Afterwards
+  // Transport::regroup(). Requires TCP or NCCL, and a communicator created with `shrinkable`. Afterwards
   // this communicator can only be destroyed.
   std::unique_ptr<Communicator> regroup(std::chrono::milliseconds timeout, std::vector<int>& survivors);
-  // Returns a new group of these ranks and the waiting joiners; null without joiners: see Admission::grow().
+  // Returns a new group of these ranks and the waiting joiners; null without joiners: see Transport::grow().
   // Requires TCP, and a communicator created with `shrinkable`. After a success this communicator can only be
   // destroyed.
   std::unique_ptr<Communicator> grow();
@@ -100,9 +100,9 @@ class Communicator {
   // Blocks until all ranks have called barrier(). For set-up and between epochs, not in a step.
   void barrier() { transport_->barrier(); }
   // Send and receive short messages to rank 0, for reports. Available only between processes: see
-  // MessagesToRankZero.
-  void send_message(const std::string& message) { require_messages(*transport_).send_message(message); }
-  std::string take_message(int from) { return require_messages(*transport_).take_message(from); }
+  // Transport::send_message().
+  void send_message(const std::string& message) { transport_->send_message(message); }
+  std::string take_message(int from) { return transport_->take_message(from); }
 
  private:
   // Returns a communicator of the next group; null if `transport` is.

@@ -11,6 +11,7 @@
 #include <bit>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "collectives/net/socket.h"
@@ -21,70 +22,78 @@ namespace gradwire {
 namespace {
 
 const std::string kGreeting = "gw-rank1";
-constexpr size_t kChallenge = 32;
-constexpr size_t kProof = sizeof(Digest);
-constexpr const char* kHungUp = "it hung up";
+constexpr size_t kChallenge = 32, kProof = sizeof(Digest);
 
-std::string fresh_challenge() {
-  std::string bytes(kChallenge, '\0');
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
-    throw Error("no random numbers from the kernel");
-  }
+std::string random_bytes(size_t count) {
+  std::string bytes(count, '\0');
+  // getrandom() returns requests of up to 256 bytes whole, and without EINTR.
+  require<Error>(getrandom(bytes.data(), count, 0) == static_cast<ssize_t>(count),
+                 "no random numbers from the kernel: {}", std::strerror(errno));
   return bytes;
-}
-
-Digest proof(const Credentials& credentials, const char* side, const std::string& connectors,
-             const std::string& acceptors) {
-  // Challenges have a fixed length and come last, so different inputs give different texts.
-  return hmac_sha256(credentials.key,
-                     std::string(side) + " " + credentials.purpose + " " + connectors + acceptors);
-}
-
-std::string text_of(const Digest& digest) {
-  return {digest.begin(), digest.end()};
-}
-
-Digest digest_at(const std::string& bytes, size_t at) {
-  Digest digest;
-  std::memcpy(digest.data(), bytes.data() + at, digest.size());
-  return digest;
 }
 
 }  // namespace
 
-Challenge::Challenge(const Credentials& credentials) : credentials_(credentials), mine_(fresh_challenge()) {}
+Handshake::Handshake(const Credentials& credentials, Side side)
+    : credentials_(credentials), side_(side), mine_(random_bytes(kChallenge)) {}
 
-Challenge::State Challenge::refuse(const char* why) {
-  why_ = why;
-  return State::refused;
-}
-
-Challenge::State Challenge::advance(const Socket& socket) {
+Handshake::State Handshake::advance(const Socket& socket) {
+  const bool connects = side_ == Side::connector;
+  const auto refuse = [&](const char* why) {
+    why_ = why;
+    return State::refused;
+  };
+  const auto hung_up = [&] { return refuse(connects ? "it hung up" : "hung up"); };
+  // All bytes of the handshake fit into a new connection's buffer.
+  const auto sent = [&](const std::string& bytes) {
+    return send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
+           static_cast<ssize_t>(bytes.size());
+  };
+  const auto proof = [&](const char* side) {
+    // Challenges have a fixed length and come last, so different inputs give different texts.
+    const Digest digest =
+        hmac_sha256(credentials_.key, fmt::format("{} {} {}{}", side, credentials_.purpose,
+                                                  connects ? mine_ : theirs_, connects ? theirs_ : mine_));
+    return std::string(digest.begin(), digest.end());
+  };
+  // Compares in constant time.
+  const auto equal = [](const std::string& a, const std::string& b) {
+    int difference = 0;
+    for (size_t i = 0; i < kProof; ++i) difference |= a[i] ^ b[i];
+    return difference == 0;
+  };
+  if (connects && !std::exchange(greeted_, true) && !sent(kGreeting + mine_)) return hung_up();
   while (true) {
-    const size_t wanted = theirs_.empty() ? kGreeting.size() + kChallenge : kProof;
-    char bytes[std::max(size_t{8} + kChallenge, kProof)];
+    const size_t wanted =
+        connects ? kChallenge + kProof : (theirs_.empty() ? kGreeting.size() + kChallenge : kProof);
+    char bytes[kChallenge + kProof];
     const ssize_t n = recv(socket.fd(), bytes, wanted - received_.size(), MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && errno == EAGAIN) return expired() ? refuse(kSaidNothing) : State::waiting;
-    if (n <= 0) return refuse("hung up");
+    if (n < 0 && errno == EAGAIN) {
+      return !connects && SteadyClock::now() >= until_ ? refuse(kSaidNothing) : State::waiting;
+    }
+    if (n <= 0) return hung_up();
     received_.append(bytes, static_cast<size_t>(n));
     const size_t greeted = std::min(received_.size(), kGreeting.size());
-    if (theirs_.empty() && received_.compare(0, greeted, kGreeting, 0, greeted) != 0) {
+    if (!connects && theirs_.empty() && received_.compare(0, greeted, kGreeting, 0, greeted) != 0) {
       return refuse("not a rank of this version");
     }
     if (received_.size() < wanted) continue;
+    if (connects) {
+      theirs_ = received_.substr(0, kChallenge);
+      const bool right = equal(received_.substr(kChallenge), proof("acceptor"));
+      // Send the proof even if the acceptor's proof is wrong, so that the acceptor can distinguish a wrong
+      // secret from a lost connection.
+      const bool answered = sent(proof("connector"));
+      if (!right) return refuse(kOtherSecret);
+      return answered ? State::proved : hung_up();
+    }
     if (!theirs_.empty()) {
-      const bool right = equal(digest_at(received_, 0), proof(credentials_, "connector", theirs_, mine_));
-      return right ? State::proved : refuse("wrong secret");
+      return equal(received_, proof("connector")) ? State::proved : refuse("wrong secret");
     }
     theirs_ = received_.substr(kGreeting.size());
     received_.clear();
-    const std::string answer = mine_ + text_of(proof(credentials_, "acceptor", theirs_, mine_));
-    // The answer fits into a new connection's buffer.
-    if (send(socket.fd(), answer.data(), answer.size(), MSG_NOSIGNAL | MSG_DONTWAIT) !=
-        static_cast<ssize_t>(answer.size())) {
-      return refuse("hung up");
-    }
+    if (!sent(mine_ + proof("acceptor"))) return hung_up();
   }
 }
 
@@ -103,54 +112,17 @@ std::string RejectedConnections::note(const std::string& from, const std::string
   return text;
 }
 
-Introduction::Introduction(const Credentials& credentials)
-    : credentials_(credentials), mine_(fresh_challenge()) {}
-
-Introduction::State Introduction::refuse(const char* why) {
-  why_ = why;
-  return State::refused;
-}
-
-Introduction::State Introduction::advance(const Socket& socket) {
-  // All bytes of the handshake fit into a new connection's buffer.
-  const auto sent = [&](const std::string& bytes) {
-    return send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
-           static_cast<ssize_t>(bytes.size());
-  };
-  if (!greeted_) {
-    greeted_ = true;
-    if (!sent(kGreeting + mine_)) return refuse(kHungUp);
-  }
-  while (received_.size() < kChallenge + kProof) {
-    char bytes[kChallenge + kProof];
-    const ssize_t n = recv(socket.fd(), bytes, sizeof bytes - received_.size(), MSG_DONTWAIT);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && errno == EAGAIN) return State::waiting;
-    if (n <= 0) return refuse(kHungUp);
-    received_.append(bytes, static_cast<size_t>(n));
-  }
-  const std::string theirs = received_.substr(0, kChallenge);
-  const bool right = equal(digest_at(received_, kChallenge), proof(credentials_, "acceptor", mine_, theirs));
-  // Send the proof even if the acceptor's proof is wrong, so that the acceptor can distinguish a wrong secret
-  // from a lost connection.
-  const bool answered = sent(text_of(proof(credentials_, "connector", mine_, theirs)));
-  if (!right) return refuse(kOtherSecret);
-  return answered ? State::proved : refuse(kHungUp);
-}
-
 namespace {
-
-bool in_own_groups(gid_t group) {
-  std::vector<gid_t> groups(static_cast<size_t>(std::max(0, getgroups(0, nullptr))));
-  groups.resize(static_cast<size_t>(std::max(0, getgroups(static_cast<int>(groups.size()), groups.data()))));
-  return group == getegid() || std::find(groups.begin(), groups.end(), group) != groups.end();
-}
 
 // Returns whether other users cannot read the file. A file that root owns and that one of this process's
 // groups can read is also accepted: Kubernetes mounts secrets in that way with fsGroup.
 bool is_private(const struct stat& file) {
   if ((file.st_mode & 077) == 0) return true;
-  return file.st_uid == 0 && (file.st_mode & 077) == 040 && in_own_groups(file.st_gid);
+  std::vector<gid_t> groups(static_cast<size_t>(std::max(0, getgroups(0, nullptr))));
+  groups.resize(static_cast<size_t>(std::max(0, getgroups(static_cast<int>(groups.size()), groups.data()))));
+  groups.push_back(getegid());
+  return file.st_uid == 0 && (file.st_mode & 077) == 040 &&
+         std::find(groups.begin(), groups.end(), file.st_gid) != groups.end();
 }
 
 constexpr size_t kMaxSecretBytes = 4096;
@@ -198,13 +170,8 @@ std::string secret_from_environment() {
 }
 
 std::string random_secret() {
-  std::array<uint8_t, 16> bytes;
-  // getrandom() returns requests of up to 256 bytes whole, and without EINTR.
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
-    throw Error("no random numbers from the kernel: {}", std::strerror(errno));
-  }
   std::string text;
-  for (const uint8_t byte : bytes) text += fmt::format("{:02x}", byte);
+  for (const char byte : random_bytes(16)) text += fmt::format("{:02x}", static_cast<uint8_t>(byte));
   return text;
 }
 
@@ -220,86 +187,51 @@ constexpr uint32_t kRounds[64] = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-uint32_t big_endian(const uint8_t* at) {
-  return uint32_t{at[0]} << 24 | uint32_t{at[1]} << 16 | uint32_t{at[2]} << 8 | at[3];
-}
-
 }  // namespace
 
-void Sha256::block(const uint8_t* data) {
-  uint32_t w[64];
-  for (int i = 0; i < 16; ++i) w[i] = big_endian(data + 4 * i);
-  for (int i = 16; i < 64; ++i) {
-    const uint32_t s0 = std::rotr(w[i - 15], 7) ^ std::rotr(w[i - 15], 18) ^ (w[i - 15] >> 3);
-    const uint32_t s1 = std::rotr(w[i - 2], 17) ^ std::rotr(w[i - 2], 19) ^ (w[i - 2] >> 10);
-    w[i] = w[i - 16] + s0 + w[i - 7] + s1;
+Digest sha256(std::string text) {
+  const uint64_t bits = 8 * text.size();
+  text += '\x80';
+  text.resize((text.size() + 8 + 63) / 64 * 64 - 8);
+  for (int i = 56; i >= 0; i -= 8) text += static_cast<char>(bits >> i);
+  std::array<uint32_t, 8> state{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  for (size_t at = 0; at < text.size(); at += 64) {
+    uint32_t w[64] = {};
+    for (size_t i = 0; i < 64; ++i) w[i / 4] = w[i / 4] << 8 | static_cast<uint8_t>(text[at + i]);
+    for (int i = 16; i < 64; ++i) {
+      const uint32_t s0 = std::rotr(w[i - 15], 7) ^ std::rotr(w[i - 15], 18) ^ (w[i - 15] >> 3);
+      const uint32_t s1 = std::rotr(w[i - 2], 17) ^ std::rotr(w[i - 2], 19) ^ (w[i - 2] >> 10);
+      w[i] = w[i - 16] + s0 + w[i - 7] + s1;
+    }
+    auto [a, b, c, d, e, f, g, h] = state;
+    for (int i = 0; i < 64; ++i) {
+      const uint32_t s1 = std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25);
+      const uint32_t t1 = h + s1 + ((e & f) ^ (~e & g)) + kRounds[i] + w[i];
+      const uint32_t s0 = std::rotr(a, 2) ^ std::rotr(a, 13) ^ std::rotr(a, 22);
+      const uint32_t t2 = s0 + ((a & b) ^ (a & c) ^ (b & c));
+      h = g, g = f, f = e, e = d + t1, d = c, c = b, b = a, a = t1 + t2;
+    }
+    const uint32_t added[] = {a, b, c, d, e, f, g, h};
+    for (size_t i = 0; i < 8; ++i) state[i] += added[i];
   }
-  auto [a, b, c, d, e, f, g, h] = state_;
-  for (int i = 0; i < 64; ++i) {
-    const uint32_t s1 = std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25);
-    const uint32_t t1 = h + s1 + ((e & f) ^ (~e & g)) + kRounds[i] + w[i];
-    const uint32_t s0 = std::rotr(a, 2) ^ std::rotr(a, 13) ^ std::rotr(a, 22);
-    const uint32_t t2 = s0 + ((a & b) ^ (a & c) ^ (b & c));
-    h = g, g = f, f = e, e = d + t1, d = c, c = b, b = a, a = t1 + t2;
-  }
-  const uint32_t added[] = {a, b, c, d, e, f, g, h};
-  for (size_t i = 0; i < 8; ++i) state_[i] += added[i];
-}
-
-void Sha256::update(const void* data, size_t bytes) {
-  const auto* at = static_cast<const uint8_t*>(data);
-  bytes_ += bytes;
-  while (bytes > 0) {
-    const size_t part = std::min(bytes, pending_.size() - filled_);
-    std::memcpy(pending_.data() + filled_, at, part);
-    at += part, bytes -= part, filled_ += part;
-    if (filled_ < pending_.size()) return;
-    block(pending_.data());
-    filled_ = 0;
-  }
-}
-
-Digest Sha256::finish() {
-  const uint64_t bits = 8 * bytes_;
-  const uint8_t one = 0x80, zero = 0;
-  update(&one, 1);
-  while (filled_ != 56) update(&zero, 1);
-  uint8_t length[8];
-  for (int i = 0; i < 8; ++i) length[i] = static_cast<uint8_t>(bits >> (56 - 8 * i));
-  update(length, sizeof length);
   Digest digest;
   for (size_t i = 0; i < digest.size(); ++i) {
-    digest[i] = static_cast<uint8_t>(state_[i / 4] >> (24 - 8 * (i % 4)));
+    digest[i] = static_cast<uint8_t>(state[i / 4] >> (24 - 8 * (i % 4)));
   }
   return digest;
 }
 
-Digest hmac_sha256(std::string_view key, std::string_view message) {
-  std::array<uint8_t, 64> block{};
-  if (key.size() > block.size()) {
-    Sha256 hash;
-    hash.update(key.data(), key.size());
-    const Digest digest = hash.finish();
-    std::copy(digest.begin(), digest.end(), block.begin());
-  } else {
-    std::copy(key.begin(), key.end(), block.begin());
-  }
-  auto hashed = [&block](uint8_t pad, const void* data, size_t bytes) {
-    std::array<uint8_t, 64> padded;
-    for (size_t i = 0; i < block.size(); ++i) padded[i] = block[i] ^ pad;
-    Sha256 hash;
-    hash.update(padded.data(), padded.size());
-    hash.update(data, bytes);
-    return hash.finish();
+Digest hmac_sha256(std::string key, const std::string& message) {
+  const auto text = [](const Digest& digest) { return std::string(digest.begin(), digest.end()); };
+  if (key.size() > 64) key = text(sha256(key));
+  key.resize(64);
+  const auto padded = [&](char pad) {
+    std::string bytes = key;
+    for (char& byte : bytes) byte = static_cast<char>(byte ^ pad);
+    return bytes;
   };
-  const Digest inner = hashed(0x36, message.data(), message.size());
-  return hashed(0x5c, inner.data(), inner.size());
-}
-
-bool equal(const Digest& a, const Digest& b) {
-  uint8_t difference = 0;
-  for (size_t i = 0; i < a.size(); ++i) difference |= a[i] ^ b[i];
-  return difference == 0;
+  return sha256(padded(0x5c) + text(sha256(padded(0x36) + message)));
 }
 
 }  // namespace gradwire

@@ -17,7 +17,6 @@
 #include <cstdint>
 #include <map>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include "collectives/net/socket.h"
@@ -29,26 +28,8 @@ namespace gradwire {
 // tests/capi/capture_test.py).
 
 using Digest = std::array<uint8_t, 32>;
-
-class Sha256 {
- public:
-  void update(const void* data, size_t bytes);
-  Digest finish();
-
- private:
-  void block(const uint8_t* data);
-
-  std::array<uint32_t, 8> state_{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                                 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-  std::array<uint8_t, 64> pending_{};
-  size_t filled_ = 0;
-  uint64_t bytes_ = 0;
-};
-
-Digest hmac_sha256(std::string_view key, std::string_view message);
-
-// Compares two digests in constant time.
-bool equal(const Digest& a, const Digest& b);
+Digest sha256(std::string text);
+Digest hmac_sha256(std::string key, const std::string& message);
 
 // Limits on unauthenticated connections: how long a connection is kept, and how many connections (beyond one
 // per rank) are kept before the oldest connection is dropped.
@@ -62,27 +43,35 @@ struct Credentials {
   std::string purpose;  // the listener's purpose, the same on both sides
 };
 
-// The acceptor's side of the handshake, for a thread that serves several connections. Processes the bytes
-// that have arrived.
-class Challenge {
- public:
-  explicit Challenge(const Credentials& credentials);
+// Handshake::why() of a connector if the acceptor has another key.
+inline constexpr const char* kOtherSecret = "the process there has another secret";
+// Reasons to drop a connection whose bytes were all valid.
+inline constexpr const char* kTooMany = "too many connections at once";
+inline constexpr const char* kSaidNothing = "nothing said in time";
 
+// One end of the handshake, for a polled socket.
+class Handshake {
+ public:
+  enum class Side { connector, acceptor };
   enum class State { waiting, proved, refused };
-  // Reads the available bytes of the handshake and answers. Reads no byte after the handshake: after
-  // `proved`, the connection's next byte is the first byte of the peer's data.
+
+  // `credentials` must outlive the object.
+  Handshake(const Credentials& credentials, Side side);
+  // Processes the bytes that have arrived, and answers. Reads no byte after the handshake: after `proved`,
+  // the connection's next byte is the first byte of the peer's data. An acceptor refuses after
+  // kHandshakeTime.
   State advance(const Socket& socket);
-  // Returns the reason of the state `refused`: "wrong secret", "not a rank of this version", "hung up".
+  // Returns the reason of the state `refused`. Of an acceptor: "wrong secret", "not a rank of this version",
+  // "hung up" or kSaidNothing.
   const std::string& why() const { return why_; }
-  bool expired() const { return SteadyClock::now() >= until_; }
 
  private:
-  State refuse(const char* why);
-
   const Credentials& credentials_;
+  const Side side_;
   const SteadyClock::time_point until_ = SteadyClock::now() + kHandshakeTime;
-  std::string received_, mine_, theirs_;
-  std::string why_;
+  const std::string mine_;  // this end's challenge
+  std::string theirs_, received_, why_;
+  bool greeted_ = false;
 };
 
 // Counts a listener's rejected connections and decides which rejections to log: for each address and reason,
@@ -99,33 +88,6 @@ class RejectedConnections {
   std::map<std::pair<std::string, std::string>, uint64_t>
       counts_;  // number of rejections, by address and reason
   uint64_t others_ = 0;
-};
-
-// Reasons to drop a connection whose bytes were all valid.
-inline constexpr const char* kTooMany = "too many connections at once";
-inline constexpr const char* kSaidNothing = "nothing said in time";
-
-// Introduction::why() if the acceptor has another key.
-inline constexpr const char* kOtherSecret = "the process there has another secret";
-
-// The connector's side of the handshake, for a polled socket. Processes the bytes that have arrived.
-class Introduction {
- public:
-  explicit Introduction(const Credentials& credentials);
-
-  enum class State { waiting, proved, refused };
-  // Sends pending bytes, and reads at most the remaining bytes of the handshake.
-  State advance(const Socket& socket);
-  // Returns the reason of the state `refused`.
-  const std::string& why() const { return why_; }
-
- private:
-  State refuse(const char* why);
-
-  const Credentials& credentials_;
-  const std::string mine_;
-  std::string received_, why_;
-  bool greeted_ = false;
 };
 
 // A run's secret: a process that knows it may join. docs/running.md is the user's guide.

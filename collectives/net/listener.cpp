@@ -88,38 +88,27 @@ std::optional<Socket> accept_from(const Socket& listener) {
   return socket;
 }
 
-std::optional<Socket> Acceptor::accept() {
-  if (resting()) return std::nullopt;
-  auto socket = accept_from(listener_);
-  const int error = errno;
-  const bool refused = !socket && (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM);
-  const auto now = SteadyClock::now();
-  if (!refused) {
-    why_.clear();
-    return socket;
-  }
-  if (why_.empty()) since_ = now;
-  why_ = "cannot accept a connection: " + error_text(error);
-  rests_until_ = now + kRest;
-  return std::nullopt;
+Listener::Listener(const std::string& kind, const std::string& address, const std::string& key,
+                   const PortRange& ports)
+    : address_(address),
+      name_(random_secret()),
+      credentials_{key, kind + " " + name_},
+      socket_(listen_within(ports, address)) {}
+
+std::chrono::milliseconds Listener::tick() const {
+  if (SteadyClock::now() < paused_until_) return kPause;
+  // Silent callers are dropped when their time is over.
+  return pending_.empty() ? std::chrono::hours(1) : kHandshakeTime / 5;
 }
 
-std::string Acceptor::refused() const {
-  return !why_.empty() && SteadyClock::now() >= since_ + kGrace ? why_ : "";
-}
-
-std::chrono::milliseconds Acceptor::patience(std::chrono::milliseconds at_most) const {
-  return resting() ? std::min(at_most, kRest) : at_most;
-}
-
-void PendingCallers::add_entries(std::vector<pollfd>& entries) {
+void Listener::add_entries(std::vector<pollfd>& entries) {
   entry_ = entries.size();
-  entries.push_back({acceptor_.fd(), POLLIN, 0});
+  // poll() ignores the descriptor -1.
+  entries.push_back({SteadyClock::now() < paused_until_ ? -1 : socket_.fd(), POLLIN, 0});
   for (const Pending& caller : pending_) entries.push_back({caller.socket.fd(), POLLIN, 0});
 }
 
-std::vector<PendingCallers::Caller> PendingCallers::advance(const std::vector<pollfd>& entries,
-                                                            size_t ranks) {
+std::vector<Listener::Caller> Listener::advance(const std::vector<pollfd>& entries, size_t ranks) {
   std::vector<Caller> ready;
   for (Pending& caller : pending_) {
     try {
@@ -133,31 +122,41 @@ std::vector<PendingCallers::Caller> PendingCallers::advance(const std::vector<po
   std::erase_if(pending_, [](const Pending& caller) { return !caller.socket; });
   if (entries[entry_].revents == 0) return ready;
   for (size_t i = 0; i < kMaxUnauthenticated; ++i) {
-    auto socket = acceptor_.accept();
+    auto socket = accept_from(socket_);
+    if (const int error = errno;
+        !socket && (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM)) {
+      const auto now = SteadyClock::now();
+      if (refused_.empty()) refused_since_ = now;
+      refused_ = "cannot accept a connection: " + error_text(error);
+      paused_until_ = now + kPause;
+      break;
+    }
+    refused_.clear();
     if (!socket) break;
     if (pending_.size() >= kMaxUnauthenticated + 2 * ranks) {
       log_rejected(pending_.front().address, kTooMany);
       pending_.erase(pending_.begin());
     }
     std::string address = socket->peer_address();
-    pending_.push_back({std::move(*socket), std::move(address), std::make_unique<Challenge>(credentials_)});
+    pending_.push_back({std::move(*socket), std::move(address),
+                        std::make_unique<Handshake>(credentials_, Handshake::Side::acceptor)});
   }
   return ready;
 }
 
 // Reads available bytes and returns the caller's first frame once it is complete. Closes the socket of a
 // caller that is rejected or hangs up.
-std::optional<Frame> PendingCallers::read_first(Pending& caller) {
+std::optional<Frame> Listener::read_first(Pending& caller) {
   const auto reject = [&](const std::string& why) {
     log_rejected(caller.address, why);
     caller.socket.close();
     return std::nullopt;
   };
-  if (caller.challenge) {
-    const Challenge::State state = caller.challenge->advance(caller.socket);
-    if (state == Challenge::State::refused) return reject(caller.challenge->why());
-    if (state == Challenge::State::waiting) return std::nullopt;
-    caller.challenge = nullptr;
+  if (caller.handshake) {
+    const Handshake::State state = caller.handshake->advance(caller.socket);
+    if (state == Handshake::State::refused) return reject(caller.handshake->why());
+    if (state == Handshake::State::waiting) return std::nullopt;
+    caller.handshake = nullptr;
   }
   while (true) {
     if (auto frame = Frame::decode(caller.received)) return frame;
@@ -176,18 +175,6 @@ std::optional<Frame> PendingCallers::read_first(Pending& caller) {
   return std::nullopt;
 }
 
-void PendingCallers::log_rejected(const std::string& address, const std::string& why) {
-  if (std::string line = rejected_.note(address, why); !line.empty()) log_.push_back(std::move(line));
-}
-
-void PendingCallers::reject_all(const std::string& why) {
-  for (const Pending& caller : pending_) log_rejected(caller.address, why);
-}
-
-std::vector<std::string> PendingCallers::take_log() {
-  return std::exchange(log_, {});
-}
-
 namespace {
 
 using Op = Frame::Op;
@@ -204,12 +191,6 @@ bool notify(const Socket& socket, Op op, const std::string& value = "") {
 }
 
 }  // namespace
-
-void AdmissionQueue::open(int most, std::function<std::string(const std::string&)> validate) {
-  std::lock_guard lock(mutex_);
-  most_ = most;
-  validate_ = std::move(validate);
-}
 
 void AdmissionQueue::close() {
   std::lock_guard lock(mutex_);
@@ -241,15 +222,6 @@ void AdmissionQueue::request(Socket socket, const Message& request, int ranks) {
   print_error_line(
       fmt::format("a process at {} cannot join: {}", from.empty() ? "an unknown address" : from, why));
   notify(socket, Op::rejected, why);
-}
-
-void AdmissionQueue::redirect(const Socket& socket, const std::string& contact) {
-  notify(socket, Op::redirect, contact);
-}
-
-void AdmissionQueue::add_entries(std::vector<pollfd>& entries) const {
-  std::lock_guard lock(mutex_);
-  for (const Joiner& joiner : waiting_) entries.push_back({joiner.socket.fd(), POLLRDHUP, 0});
 }
 
 void AdmissionQueue::update() {

@@ -10,9 +10,11 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives/net/handshake.h"
+#include "collectives/net/reach.h"
 #include "collectives/net/socket.h"
 
 namespace gradwire {
@@ -36,35 +38,10 @@ int local_port(const Socket& socket);
 // errno has the reason.
 std::optional<Socket> accept_from(const Socket& listener);
 
-// Accepts connections. Pauses briefly after the system has refused a descriptor or memory for a connection,
-// because the connection stays pending and poll() on the listener would return at once.
-class Acceptor {
- public:
-  // Creates an acceptor for `listener`, which must outlive the acceptor.
-  explicit Acceptor(const Socket& listener) : listener_(listener) {}
-  // Returns the descriptor to poll: the listener, or -1 during a pause.
-  int fd() const { return resting() ? -1 : listener_.fd(); }
-  // Returns the timeout to pass to poll(): `at_most`, or less during a pause.
-  std::chrono::milliseconds patience(std::chrono::milliseconds at_most) const;
-  // Accepts one connection. Returns nullopt if no connection is pending or none can be accepted.
-  std::optional<Socket> accept();
-  // Returns the reason if the system has refused connections for longer than kGrace, otherwise "".
-  std::string refused() const;
-
-  static constexpr std::chrono::milliseconds kGrace{2000}, kRest{100};
-
- private:
-  bool resting() const { return SteadyClock::now() < rests_until_; }
-
-  const Socket& listener_;
-  std::string why_;  // the reason of the latest refusal; "" after a success
-  SteadyClock::time_point since_ = {}, rests_until_ = {};
-};
-
-// The unauthenticated peers of a listener: accepts connections, checks the handshake of each, and reads its
-// first frame.
-
-class PendingCallers {
+// A listening socket and its unauthenticated peers: accepts connections, checks the handshake of each, and
+// reads its first frame. Pauses briefly after the system has refused a descriptor or memory for a connection,
+// because the connection stays pending and poll() would return at once.
+class Listener {
  public:
   // A caller that has proved that it knows the key.
   struct Caller {
@@ -73,45 +50,65 @@ class PendingCallers {
     Frame first;
   };
 
-  // Serves `listener`. `listener` and `credentials` must outlive the object.
-  PendingCallers(const Socket& listener, const Credentials& credentials)
-      : acceptor_(listener), credentials_(credentials) {}
+  // Listens at `address` of this machine (empty: at all addresses) on one of `ports`, for peers that know
+  // `key`. Draws a name. The handshake's purpose is `kind` and the name, which binds handshakes to this
+  // listener, so that a connection cannot be relayed to another listener. Throws CommError if it cannot
+  // listen.
+  Listener(const std::string& kind, const std::string& address, const std::string& key,
+           const PortRange& ports);
+  // Serves a socket without a name.
+  Listener(Socket socket, Credentials credentials)
+      : credentials_(std::move(credentials)), socket_(std::move(socket)) {}
+  Listener(const Listener&) = delete;
 
-  // Appends the sockets to poll to `entries`.
+  // Returns how other processes reach this listener: see reach.h.
+  Contact contact() const { return contact_of(socket_, address_, name_); }
+  const std::string& address() const { return address_; }
+  const std::string& key() const { return credentials_.key; }
+  const Socket& socket() const { return socket_; }
+  void close() { socket_.close(); }
+
+  // Appends the sockets to poll to `entries`. poll() must return within tick().
   void add_entries(std::vector<pollfd>& entries);
+  std::chrono::milliseconds tick() const;
   // Processes the results of poll() for the entries of add_entries(). Returns the callers whose first frame
   // is complete. Keeps at most kMaxUnauthenticated connections and two per rank of the group; rejects the
   // oldest connection beyond that limit. Accepts at most kMaxUnauthenticated connections per call, so that a
   // flood cannot delay serving the ranks.
   std::vector<Caller> advance(const std::vector<pollfd>& entries, size_t ranks);
   // Logs all pending callers as rejected for the reason `why`.
-  void reject_all(const std::string& why);
+  void reject_all(const std::string& why) {
+    for (const Pending& caller : pending_) log_rejected(caller.address, why);
+  }
   // Removes and returns the log's lines about rejected connections (see RejectedConnections).
-  std::vector<std::string> take_log();
-
-  bool empty() const { return pending_.empty(); }
-  // Returns why the system refuses connections, as Acceptor::refused() does.
-  std::string refused() const { return acceptor_.refused(); }
-  std::chrono::milliseconds patience(std::chrono::milliseconds at_most) const {
-    return acceptor_.patience(at_most);
+  std::vector<std::string> take_log() { return std::exchange(log_, {}); }
+  // Returns the reason if the system has refused connections for longer than kGrace, otherwise "".
+  std::string refused() const {
+    return !refused_.empty() && SteadyClock::now() >= refused_since_ + kGrace ? refused_ : "";
   }
 
  private:
+  static constexpr std::chrono::milliseconds kGrace{2000}, kPause{100};
   struct Pending {
     Socket socket;
     std::string address;
-    std::unique_ptr<Challenge> challenge;  // null once the caller has proved the key
+    std::unique_ptr<Handshake> handshake;  // null once the caller has proved the key
     std::string received = {};             // the received bytes of the first frame
     SteadyClock::time_point until = SteadyClock::now() + 2 * kHandshakeTime;
   };
 
   std::optional<Frame> read_first(Pending& caller);
-  void log_rejected(const std::string& address, const std::string& why);
+  void log_rejected(const std::string& address, const std::string& why) {
+    if (std::string line = rejected_.note(address, why); !line.empty()) log_.push_back(std::move(line));
+  }
 
-  Acceptor acceptor_;
-  const Credentials& credentials_;
+  const std::string address_, name_ = "-";
+  const Credentials credentials_;
+  Socket socket_;
   std::vector<Pending> pending_;  // in the order of arrival, oldest first
-  size_t entry_ = 0;              // index of the acceptor's entry among the polled entries
+  size_t entry_ = 0;              // index of the socket's entry among the polled entries
+  std::string refused_;           // why the system refused the latest connection; "" after a success
+  SteadyClock::time_point refused_since_ = {}, paused_until_ = {};
   RejectedConnections rejected_;
   std::vector<std::string> log_;
 };
@@ -132,7 +129,11 @@ class AdmissionQueue {
 
   // Opens admission: joiners may wait while ranks and joiners are fewer than `most`. `validate` gets a
   // joiner's description of itself and returns why the joiner is rejected, or "". request() calls `validate`.
-  void open(int most, std::function<std::string(const std::string& about)> validate);
+  void open(int most, std::function<std::string(const std::string& about)> validate) {
+    std::lock_guard lock(mutex_);
+    most_ = most;
+    validate_ = std::move(validate);
+  }
   // Closes admission and notifies waiting joiners that the run has ended.
   void close();
   // Returns how many joiners wait.
@@ -143,10 +144,11 @@ class AdmissionQueue {
   // Answers a joiner's request to the lowest rank of a group of `ranks` ranks: keeps the joiner waiting or
   // rejects it.
   void request(Socket socket, const Message& request, int ranks);
-  // Redirects a joiner to the rank with this contact.
-  static void redirect(const Socket& socket, const std::string& contact);
   // Appends the sockets of waiting joiners to `entries`, so that poll() reports joiners that hang up.
-  void add_entries(std::vector<pollfd>& entries) const;
+  void add_entries(std::vector<pollfd>& entries) const {
+    std::lock_guard lock(mutex_);
+    for (const Joiner& joiner : waiting_) entries.push_back({joiner.socket.fd(), POLLRDHUP, 0});
+  }
   // Removes joiners that have hung up. Once per second, notifies the remaining joiners that they are still
   // waiting.
   void update();

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <filesystem>
 #include <optional>
 #include <sstream>
 #include <thread>
@@ -17,6 +18,7 @@
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 namespace {
@@ -38,111 +40,37 @@ void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
       options.rendezvous);
 }
 
-// Connects a rank to rank 0's store as soon as rank 0 has published and started the store.
-class StoreSearch {
- public:
-  // Prepares the search. `callbacks`: null with tcp://. `file`: the path of a file:// rendezvous, or empty.
-  // `server`: the store on rank 0; null on other ranks.
-  StoreSearch(const GroupOptions& options, const RendezvousCallbacks* callbacks, const std::string& file,
-              const StoreServer* server, SteadyClock::time_point deadline)
-      : options_(options), callbacks_(callbacks), file_(file), server_(server), deadline_(deadline) {
-    if (!file.empty()) {
-      why_ = "no rendezvous file " + file;
-    } else if (callbacks != nullptr) {
-      why_ = "rank 0 has not published where it listens";
-    }
-  }
+// Returns the path in file:///path. Throws BadInput if `rendezvous` is invalid.
+std::string path_of_rendezvous(const std::string& rendezvous) {
+  const std::string path = rendezvous.substr(std::string("file://").size());
+  if (path.starts_with("/")) return path;
+  throw BadInput(
+      "rendezvous '{}': '{}' is not an absolute path, which file:// needs; give file:///path, "
+      "here file://{}",
+      rendezvous, path, std::filesystem::absolute(path).string());
+}
 
-  // Reads `location` again before each attempt, except on rank 0 and with tcp://. Throws CommError if the
-  // store rejects this rank, or at the deadline.
-  std::unique_ptr<StoreClient> find(StoreLocation& location) {
-    milliseconds refused_pause{100};
-    while (true) {
-      if (callbacks_ != nullptr && options_.rank != 0) location = StoreLocation::parse(callbacks_->read());
-      bool other_run = false;
-      if (!location.store.addresses.empty()) {
-        if (auto client = connect(location, other_run)) return client;
-      }
-      throw_if_hopeless();
-      constexpr milliseconds kRetry{20}, kLongestPause{1000};
-      std::this_thread::sleep_for(other_run ? refused_pause : kRetry);
-      // Pause longer after each rejection, because each attempt can add a line to the other run's log.
-      if (other_run) refused_pause = std::min(2 * refused_pause, kLongestPause);
-    }
-  }
-
- private:
-  // Makes one attempt. Returns null if the attempt fails. Sets `other_run` if another run's store has
-  // answered.
-  std::unique_ptr<StoreClient> connect(const StoreLocation& location, bool& other_run) {
-    const auto now = SteadyClock::now();
-    const auto patience = std::max(std::min(deadline_, now + milliseconds(2000)), now + milliseconds(500));
-    try {
-      return std::make_unique<StoreClient>(location.store, options_.secret + location.secret, options_.rank,
-                                           options_.world, patience, options_.job);
-    } catch (const StoreRefused& error) {
-      throw failure(error.what());
-    } catch (const OtherSecret& error) {
-      why_ = error.what();
-      other_run = true;
-    } catch (const CommError& error) {
-      why_ = error.what();
-      other_run = why_.find(kOtherJob) != std::string::npos;
-    }
-    if (file_.empty() && other_run) {  // a file may be an earlier run's file
-      refused_ = why_;
-      // The previous run may still have the port.
-      constexpr milliseconds kPatience{3000};
-      patient_until_ = std::min(patient_until_, SteadyClock::now() + kPatience);
-    }
-    return nullptr;
-  }
-
-  void throw_if_hopeless() const {
-    if (const std::string why = server_ != nullptr ? server_->failure() : ""; !why.empty()) {
-      throw failure(why);
-    }
-    const auto now = SteadyClock::now();
-    if (now >= patient_until_) {
-      throw failure(fmt::format(
-          "{}; {}", refused_,
-          refused_.ends_with(kOtherSecret)
-              ? "give all ranks the same GRADWIRE_SECRET"
-              : "give each run a port of its own, or all ranks of this one the same GRADWIRE_JOB"));
-    }
-    if (callbacks_ != nullptr && callbacks_->given_up && callbacks_->given_up()) {
-      throw failure("one of the group's ranks is gone");
-    }
-    if (now >= deadline_) {
-      throw CommError("rank {} did not reach rank 0 through {} within {} ms ({}); is rank 0 running, and {}?",
-                      options_.rank, options_.rendezvous, options_.join_timeout().count(), why_,
-                      why_.ends_with(kOtherSecret) ? "have all ranks the same GRADWIRE_SECRET"
-                                                   : "is the address right on every rank");
-    }
-  }
-
-  CommError failure(const std::string& why) const {
-    return CommError(
-        fmt::format("rank {} cannot join through {}: {}", options_.rank, options_.rendezvous, why));
-  }
-
-  const GroupOptions& options_;
-  const RendezvousCallbacks* callbacks_;
-  const std::string& file_;
-  const StoreServer* server_;
-  const SteadyClock::time_point deadline_;
-  std::string why_;      // why the latest attempt failed
-  std::string refused_;  // the reason given by a process of another run; "" if none
-  SteadyClock::time_point patient_until_ = SteadyClock::time_point::max();
-};
+// Returns the endpoint in tcp://host:port. Throws BadInput if `rendezvous` is invalid.
+Endpoint endpoint_of_rendezvous(const std::string& rendezvous) {
+  const auto bad = [&](const std::string& why) {
+    return BadInput("rendezvous '{}': {}; give tcp://host:port or file:///path", rendezvous, why);
+  };
+  const std::string rest = rendezvous.substr(std::string("tcp://").size());
+  const size_t colon = rest.rfind(':');
+  if (colon == std::string::npos || colon == 0) throw bad("no host and port");
+  const auto port = parse_number(rest.substr(colon + 1), 1, 65535);
+  if (!port) throw bad(fmt::format("'{}' is not a port", rest.substr(colon + 1)));
+  std::string host = rest.substr(0, colon);
+  if (host.starts_with("[") && host.ends_with("]")) host = host.substr(1, host.size() - 2);
+  return {host, *port};
+}
 
 }  // namespace
 
 Membership::Membership(const GroupOptions& options) : options_(options) {
   const std::string& rendezvous = options.rendezvous;
-  if (world() < 1 || rank() < 0 || rank() >= world()) {
-    throw BadInput("there is no rank {} in a group of {}", rank(), world());
-  }
+  require(world() >= 1 && rank() >= 0 && rank() < world(), "there is no rank {} in a group of {}", rank(),
+          world());
   if (options_.secret.empty()) options_.secret = secret_from_environment();
   if (options_.job.empty()) options_.job = job_from_environment();
   read_listening(options_);
@@ -151,20 +79,92 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   std::optional<RendezvousCallbacks> callbacks = options.callbacks;
   if (!callbacks && rendezvous.starts_with("file://") && rendezvous.size() > 7) {
     file = path_of_rendezvous(rendezvous);
-    callbacks = file_callbacks(file);
+    callbacks.emplace();
+    callbacks->publish = [file](const std::string& text) { write_private_file(file, text); };
+    callbacks->read = [file] { return read_rendezvous_file(file); };
   }
   StoreLocation location;
   if (callbacks) {
     location = serve_at_any_port(*callbacks);
     if (rank() == 0) published_file_ = file;
   } else if (rendezvous.starts_with("tcp://")) {
-    location = serve_at(endpoint_of_rendezvous(rendezvous));
+    const Endpoint endpoint = endpoint_of_rendezvous(rendezvous);
+    check_secrecy(options_, endpoint);
+    if (rank() == 0) {
+      // Debian gives a machine's host name a loopback address, which other machines cannot reach.
+      const bool own_name = !is_loopback(endpoint.host) && !faces_network(endpoint.host);
+      const Endpoint here{own_name && !options_.secret.empty() ? "" : endpoint.host, endpoint.port};
+      server_ = std::make_unique<StoreServer>(listen_on(here), world(), options_.secret, options_.job);
+    }
+    location.store = {.addresses = {endpoint.host}, .port = endpoint.port};
   } else {
     throw BadInput("rendezvous '{}': unknown kind; give tcp://host:port or file:///path", rendezvous);
   }
-  StoreSearch search(options_, callbacks ? &*callbacks : nullptr, file, server_.get(), deadline);
-  client_ = search.find(location);
+  find_store(location, callbacks ? &*callbacks : nullptr, file, deadline);
   key_ = options_.secret + location.secret;
+}
+
+// Connects this rank to rank 0's store as soon as rank 0 has published and started the store. `callbacks`:
+// null with tcp://. `file`: the path of a file:// rendezvous, or empty. Reads `location` again before each
+// attempt, except on rank 0 and with tcp://. Throws CommError if the store rejects this rank, or at the
+// deadline.
+void Membership::find_store(StoreLocation& location, const RendezvousCallbacks* callbacks,
+                            const std::string& file, SteadyClock::time_point deadline) {
+  constexpr milliseconds kRetry{20}, kLongestPause{1000}, kPreviousRun{3000};
+  std::string why;      // why the latest attempt failed
+  std::string refused;  // the reason given by a process of another run; "" if none
+  if (callbacks != nullptr) {
+    why = file.empty() ? "rank 0 has not published where it listens" : "no rendezvous file " + file;
+  }
+  auto patient_until = SteadyClock::time_point::max();
+  milliseconds refused_pause{100};
+  const auto failure = [&](const std::string& reason) {
+    return CommError("rank {} cannot join through {}: {}", rank(), options_.rendezvous, reason);
+  };
+  for (bool other_run = false;; other_run = false) {
+    if (callbacks != nullptr && rank() != 0) location = StoreLocation::parse(callbacks->read());
+    auto now = SteadyClock::now();
+    const auto patience = std::max(std::min(deadline, now + milliseconds(2000)), now + milliseconds(500));
+    if (!location.store.addresses.empty()) {
+      try {
+        client_ = std::make_unique<StoreClient>(location.store, options_.secret + location.secret, rank(),
+                                                world(), patience, options_.job);
+        return;
+      } catch (const StoreRefused& error) {
+        throw failure(error.what());
+      } catch (const CommError& error) {
+        why = error.what();
+        other_run = dynamic_cast<const OtherSecret*>(&error) != nullptr || why.find(kOtherJob) != why.npos;
+      }
+    }
+    now = SteadyClock::now();
+    if (file.empty() && other_run) {  // a file may be an earlier run's file
+      refused = why;
+      patient_until =
+          std::min(patient_until, now + kPreviousRun);  // the previous run may still have the port
+    }
+    if (const std::string why_failed = server_ ? server_->failure() : ""; !why_failed.empty()) {
+      throw failure(why_failed);
+    }
+    if (now >= patient_until) {
+      throw failure(refused + (refused.ends_with(kOtherSecret)
+                                   ? "; give all ranks the same GRADWIRE_SECRET"
+                                   : "; give each run a port of its own, or all ranks of this one the same "
+                                     "GRADWIRE_JOB"));
+    }
+    if (callbacks != nullptr && callbacks->given_up && callbacks->given_up()) {
+      throw failure("one of the group's ranks is gone");
+    }
+    require<CommError>(
+        now < deadline,
+        "rank {} did not reach rank 0 through {} within {} ms ({}); is rank 0 running, and {}?", rank(),
+        options_.rendezvous, options_.join_timeout().count(), why,
+        why.ends_with(kOtherSecret) ? "have all ranks the same GRADWIRE_SECRET"
+                                    : "is the address right on every rank");
+    std::this_thread::sleep_for(other_run ? refused_pause : kRetry);
+    // Pause longer after each rejection, because each attempt can add a line to the other run's log.
+    if (other_run) refused_pause = std::min(2 * refused_pause, kLongestPause);
+  }
 }
 
 // Starts the store on rank 0 and publishes the store's location. Returns an empty location on the other
@@ -188,28 +188,25 @@ StoreLocation Membership::serve_at_any_port(RendezvousCallbacks& callbacks) {
   return location;
 }
 
-// Starts the store on rank 0.
-StoreLocation Membership::serve_at(const Endpoint& endpoint) {
-  check_secrecy(options_, endpoint);
-  if (rank() == 0) {
-    // Debian gives a machine's host name a loopback address, which other machines cannot reach.
-    const bool own_name = !is_loopback(endpoint.host) && !faces_network(endpoint.host);
-    const Endpoint here{own_name && !options_.secret.empty() ? "" : endpoint.host, endpoint.port};
-    server_ = std::make_unique<StoreServer>(listen_on(here), world(), options_.secret, options_.job);
-  }
-  return {.store = {.addresses = {endpoint.host}, .port = endpoint.port}};
-}
-
 Membership::~Membership() {
   client_.reset();
   server_.reset();
-  if (!published_file_.empty()) remove_rendezvous_file(published_file_, options_.secret, key_);
+  if (published_file_.empty()) return;
+  try {  // a later group may have reused the file's name
+    const StoreLocation found = StoreLocation::parse(read_rendezvous_file(published_file_));
+    if (options_.secret + found.secret == key_) remove_output(published_file_);
+  } catch (const std::exception&) {
+  }
 }
 
 void read_listening(GroupOptions& options) {
   if (options.interface.empty()) {
     if (const char* name = environment("GRADWIRE_INTERFACE")) {
-      check_interface("GRADWIRE_INTERFACE", name);
+      try {
+        address_of_interface(name);
+      } catch (const BadInput& error) {
+        throw BadInput("GRADWIRE_INTERFACE: {}", error.what());
+      }
       options.interface = name;
     }
   }
@@ -217,10 +214,6 @@ void read_listening(GroupOptions& options) {
     if (const char* range = environment("GRADWIRE_PORTS"))
       options.ports = parse_ports("GRADWIRE_PORTS", range);
   }
-}
-
-std::string Membership::listening_address(SteadyClock::time_point deadline) {
-  return listen_at_ ? *listen_at_ : address(deadline);
 }
 
 std::string Membership::address(SteadyClock::time_point deadline) {
@@ -274,95 +267,80 @@ constexpr milliseconds kRequestAgain{50};
 // secret.
 constexpr milliseconds kUnpublished{3000};
 
-struct ParsedInvitation {
-  std::string secret;
-  std::vector<std::string> contacts;
-};
+// A process that asks the ranks of a group to admit it.
+struct Joining {
+  const GroupOptions& group;
+  const JoinRequest& options;
+  const std::string secret = group.secret.empty() ? secret_from_environment() : group.secret;
+  const SteadyClock::time_point until = options.longest.count() > 0 ? SteadyClock::now() + options.longest
+                                                                    : SteadyClock::time_point::max();
+  SteadyClock::time_point give_up_at = SteadyClock::now() + group.join_timeout();
+  std::shared_ptr<Quorum> quorum = nullptr;
+  std::string why = {};       // why the latest asked rank does not admit this process
+  bool other_secret = false;  // a rank has another secret, and no rank has answered since
+  bool may_admit = false;     // the latest asked rank may admit this process, now or later
 
-ParsedInvitation parse_invitation(const std::string& text) {
-  ParsedInvitation invitation;
-  std::istringstream lines(text);
-  std::getline(lines, invitation.secret);
-  if (invitation.secret == "-") invitation.secret.clear();
-  for (std::string line; std::getline(lines, line);) {
-    if (!line.empty()) invitation.contacts.push_back(line);
-  }
-  return invitation;
-}
-
-class JoinAttempt {
- public:
-  explicit JoinAttempt(const JoinRequest& request)
-      : request_(request), secret_(request.secret.empty() ? secret_from_environment() : request.secret) {}
+  static SteadyClock::time_point patience_end() { return SteadyClock::now() + Quorum::kPatience; }
 
   Admitted request_until_admitted() {
-    const auto start = SteadyClock::now();
-    give_up_at_ = start + request_.patience;
-    until_ = request_.longest.count() > 0 ? start + request_.longest : SteadyClock::time_point::max();
-    auto answered_at = start;
-    while (true) {
-      const ParsedInvitation invitation = parse_invitation(request_.invitation());
-      // The group removes the invitation when the run ends.
-      bool may_admit = invitation.contacts.empty() && !seen_;
-      seen_ = seen_ || !invitation.contacts.empty();
-      if (invitation.contacts.empty())
-        why_ = seen_ ? "its ranks have gone" : "no rank has published its contact yet";
-      for (const std::string& contact : invitation.contacts) {
-        std::string next = contact;
+    auto answered_at = SteadyClock::now();
+    for (bool seen = false;;) {  // seen: a rank's contact has been published
+      std::istringstream lines(options.invitation());
+      std::string drawn;
+      std::getline(lines, drawn);
+      const std::string key = drawn == "-" ? secret : secret + drawn;
+      bool empty = true, any_may_admit = false;
+      for (std::string contact; std::getline(lines, contact);) {
+        empty = empty && contact.empty();
         // A rank may redirect this process to a rank that has ended meanwhile.
-        for (int hops = 0; hops < 2 && !next.empty(); ++hops) {
-          const std::string at = std::exchange(next, "");
-          if (auto admitted = ask(at, secret_ + invitation.secret, next)) return std::move(*admitted);
-          may_admit = may_admit || may_admit_;
+        for (int hops = 0; hops < 2 && !contact.empty(); ++hops) {
+          const std::string at = std::exchange(contact, "");
+          if (auto admitted = ask(at, key, contact)) return std::move(*admitted);
+          any_may_admit = any_may_admit || may_admit;
         }
       }
+      // The group removes the invitation when the run ends.
+      any_may_admit = any_may_admit || (empty && !seen);
+      seen = seen || !empty;
+      if (empty) why = seen ? "its ranks have gone" : "no rank has published its contact yet";
       const auto now = SteadyClock::now();
-      if (may_admit) answered_at = now;
-      if (now - answered_at >= kUnpublished || now >= give_up_at_) {
-        throw NoRankAnswers("no rank admits this process: {}; {}", other_secret_ ? kOtherSecret : why_,
-                            other_secret_ ? "give it the run's GRADWIRE_SECRET"
+      if (any_may_admit) answered_at = now;
+      require<NoRankAnswers>(now - answered_at < kUnpublished && now < give_up_at,
+                             "no rank admits this process: {}; {}", other_secret ? kOtherSecret : why,
+                             other_secret ? "give it the run's GRADWIRE_SECRET"
                                           : "if the run continues elsewhere, use its newest list of ranks");
-      }
       std::this_thread::sleep_for(kRequestAgain);
     }
   }
-
- private:
-  static SteadyClock::time_point patience_end() { return SteadyClock::now() + Quorum::kPatience; }
 
   // Sends a join request to the rank at `contact` and waits as long as the rank sends wait messages. Returns
   // nullopt if the rank cannot admit this process; `next` is then the contact to which the rank redirects, if
   // any.
   std::optional<Admitted> ask(const std::string& contact, const std::string& key, std::string& next) {
     const Contact theirs = Contact::parse(contact).value_or(Contact());
-    Reach reached = reach(theirs, {key, Quorum::purpose_of(theirs.name)}, {.deadline = patience_end()});
+    Reach reached = reach(theirs, {key, Quorum::purpose_of(theirs.name)}, patience_end());
     if (!reached.socket) {
-      why_ = reached.why.empty() ? "its list of ranks cannot be read" : reached.why;
-      other_secret_ = other_secret_ || reached.other_secret;
+      why = reached.why.empty() ? "its list of ranks cannot be read" : reached.why;
+      other_secret = other_secret || reached.other_secret;
       // A rank that is gone or has another secret cannot admit this process, but another rank of the group
       // may soon listen there.
-      may_admit_ = !reached.gone;
+      may_admit = !reached.gone;
       return std::nullopt;
     }
     Socket socket = std::move(*reached.socket);
-    may_admit_ = true;
-    other_secret_ = false;
-    listen_like(theirs, socket, key);
-    Message hello;
-    hello.add("contact", quorum_->contact()).add("about", request_.about);
-    if (!send_frame(socket, {Op::request, 0, "", hello.encode()}, patience_end())) return std::nullopt;
-    const std::string at = Endpoint{socket.peer_address(), theirs.port}.text();
-    return wait_at(at, std::move(socket), next);
-  }
-
-  // Starts a quorum that listens like the rank at the other end of `socket`: at one address, or at all
-  // addresses.
-  void listen_like(const Contact& theirs, const Socket& socket, const std::string& key) {
+    may_admit = true;
+    other_secret = false;
+    // Listen like the rank at the other end of `socket`: at one address, or at all addresses.
     std::string address = theirs.addresses.size() > 1 ? "" : socket.local_address();
-    if (!request_.interface.empty()) address = address_of_interface(request_.interface);
-    if (quorum_ && quorum_->key() == key && quorum_->address() == address) return;
-    quorum_ = nullptr;  // frees the port, which may be the only free port
-    quorum_ = std::make_shared<Quorum>(address, key, request_.ports);
+    if (!group.interface.empty()) address = address_of_interface(group.interface);
+    if (!quorum || quorum->key() != key || quorum->address() != address) {
+      quorum = nullptr;  // frees the port, which may be the only free port
+      quorum = std::make_shared<Quorum>(address, key, group.ports);
+    }
+    Message hello;
+    hello.add("contact", quorum->contact()).add("about", options.about);
+    if (!send_frame(socket, {Op::request, 0, "", hello.encode()}, patience_end())) return std::nullopt;
+    return wait_at(Endpoint{socket.peer_address(), theirs.port}.text(), std::move(socket), next);
   }
 
   // Waits for the answer to the request that was sent to the rank `at`.
@@ -370,16 +348,17 @@ class JoinAttempt {
     std::string bytes;
     while (true) {
       const auto frame = receive_frame(socket, bytes, SteadyClock::now() + kSilence);
-      why_ = fmt::format("{} has stopped answering", at);
+      why = fmt::format("{} has stopped answering", at);
       if (!frame) return std::nullopt;
-      give_up_at_ = SteadyClock::now() + request_.patience;
+      give_up_at = SteadyClock::now() + group.join_timeout();
       switch (frame->op) {
         case Op::wait:
-          if (SteadyClock::now() < until_) break;
-          throw NoRankAnswers("{} keeps this process waiting and has not admitted it after {} ms", at,
-                              request_.longest.count());
+          require<NoRankAnswers>(SteadyClock::now() < until,
+                                 "{} keeps this process waiting and has not admitted it after {} ms", at,
+                                 options.longest.count());
+          break;
         case Op::redirect:
-          why_ = fmt::format("{} redirects to {}", at, frame->value);
+          why = fmt::format("{} redirects to {}", at, frame->value);
           next = frame->value;
           return std::nullopt;
         case Op::rejected:
@@ -389,8 +368,8 @@ class JoinAttempt {
           break;
         case Op::admitted: {
           Admitted admitted = Admitted::decode(frame->value);
-          quorum_->begin(admitted.number, admitted.name);
-          admitted.quorum = quorum_;
+          quorum->begin(admitted.number, admitted.name);
+          admitted.quorum = quorum;
           admitted.host = std::move(socket);
           return admitted;
         }
@@ -399,23 +378,9 @@ class JoinAttempt {
       }
     }
   }
-
-  const RunningClock::Watch watch_;
-  const JoinRequest& request_;
-  const std::string secret_;
-  std::shared_ptr<Quorum> quorum_;
-  std::string why_;
-  bool seen_ = false;          // a rank's contact has been published
-  bool other_secret_ = false;  // a rank has another secret, and no rank has answered since
-  bool may_admit_ = false;     // the latest asked rank may admit this process, now or later
-  SteadyClock::time_point give_up_at_, until_;
 };
 
 }  // namespace
-
-std::string invitation_text(const std::string& secret, const std::string& contacts) {
-  return (secret.empty() ? "-" : secret) + "\n" + contacts;
-}
 
 std::string Admitted::encode() const {
   Message message;
@@ -447,21 +412,13 @@ void admit(const std::vector<AdmissionQueue::Joiner>& joiners, const Quorum::Nex
   }
 }
 
-Admitted request_admission(const JoinRequest& request) {
-  return JoinAttempt(request).request_until_admitted();
+Admitted request_admission(const GroupOptions& group, const JoinRequest& join) {
+  const RunningClock::Watch watch;
+  return Joining{.group = group, .options = join}.request_until_admitted();
 }
-
-void say_joined(const Admitted& admitted) {
-  send_frame(admitted.host, {Op::joined, 0, "", ""}, SteadyClock::now() + Quorum::kPatience);
-}
-
-namespace {
-
-constexpr size_t kMostBytes = 200;
-
-}  // namespace
 
 std::string job_from_environment(const std::function<const char*(const char*)>& lookup) {
+  constexpr size_t kMostBytes = 200;
   const auto value = [&](const char* variable) {
     const char* text = lookup(variable);
     return std::string(text == nullptr ? "" : text);

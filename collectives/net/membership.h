@@ -71,24 +71,25 @@ class Membership {
 
   // Returns the address at which this rank should listen for the other ranks. Returns "" if the rank should
   // listen at all its addresses, because it is unknown which addresses the other ranks can reach.
-  std::string listening_address(SteadyClock::time_point deadline);
+  std::string listening_address(SteadyClock::time_point deadline) {
+    return listen_at_ ? *listen_at_ : address(deadline);
+  }
   // Returns one address at which all other machines can reach this machine; "" if there is no such address.
   // Collective.
   std::string address(SteadyClock::time_point deadline);
   // Blocks until all ranks have called barrier(). Collective, in the same order on every rank. Throws
   // CommError at the timeout and if the group fails.
   void barrier();
-  // Sends a short message to rank 0 without waiting. Rank 0 takes each rank's messages in order.
-  // send_message() and take_message() throw CommError if the group fails. take_message() also throws
-  // CommError at the timeout.
-  void send_message(const std::string& message) { client_->send_message(message); }
+  // Returns the oldest message that rank `from` has sent to rank 0 (StoreClient::send_message()). Only rank 0
+  // calls it. Throws CommError at the timeout and if the group fails.
   std::string take_message(int from);
   // Announces an orderly departure, after which silence is not a failure. The destructor also announces it.
   void leave() { client_.reset(); }
 
  private:
   StoreLocation serve_at_any_port(RendezvousCallbacks& callbacks);
-  StoreLocation serve_at(const Endpoint& endpoint);
+  void find_store(StoreLocation& location, const RendezvousCallbacks* callbacks, const std::string& file,
+                  SteadyClock::time_point deadline);
 
   const RunningClock::Watch watch_;
   GroupOptions options_;
@@ -102,18 +103,12 @@ class Membership {
 
 // A process that joins a running group; listener.h is the group's side.
 
-// Returns the text by which a process finds a group. The first line is the group's secret, or "-"; the next
-// lines are the contacts of the group's ranks. A process that can read the text may join, unless the run has
-// another secret.
-std::string invitation_text(const std::string& secret, const std::string& contacts);
-
 struct JoinRequest {
-  std::function<std::string()> invitation;  // returns the newest invitation_text(); "" while there is none
-  std::string secret = {};                  // the run's secret, as in GroupOptions
-  std::string about = {};                   // this process's description of itself, for `validate`
-  std::string interface = {};               // the interface to listen on; empty: as the answering rank
-  PortRange ports = {};
-  std::chrono::milliseconds patience;  // longest time without an answer from any rank
+  // Returns the text by which a process finds a group; "" while there is none. The first line is the group's
+  // secret, or "-"; the next lines are the contacts of the group's ranks. A process that can read the text
+  // may join, unless the run has another secret.
+  std::function<std::string()> invitation;
+  std::string about = {};  // this process's description of itself, for `validate` of open_admission()
   // Longest time that this process waits in a group's queue; 0: no limit.
   std::chrono::milliseconds longest{0};
 };
@@ -134,7 +129,6 @@ struct Admitted {
   std::string encode() const;
   static Admitted decode(const std::string& text);  // throws CommError
 };
-void say_joined(const Admitted& admitted);
 // Sends each joiner the joiner's rank in the group `next`, which has `world` ranks followed by the joiners.
 // `number`: the number of groups before `next`. A joiner that does not receive the message is detected when
 // the group forms.
@@ -146,9 +140,10 @@ class NoRankAnswers : public CommError {
   using CommError::CommError;
 };
 
-// Blocks until the group admits this process. Throws BadInput, with the reason, if the group rejects it.
-// Throws NoRankAnswers if no rank answers, for example because the run has ended.
-Admitted request_admission(const JoinRequest& request);
+// Blocks until the group admits this process. Uses the secret, the interface and the ports of `group`. Throws
+// BadInput, with the reason, if the group rejects the process. Throws NoRankAnswers if no rank answers within
+// the join timeout, for example because the run has ended.
+Admitted request_admission(const GroupOptions& group, const JoinRequest& join);
 
 // The run to which a process belongs, if known. Two runs can use the same port by mistake, and their ranks
 // would train together. If both ends of a connection know their run and the runs differ, the connection is

@@ -8,7 +8,6 @@
 #include <exception>
 #include <functional>
 #include <iterator>
-#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -26,51 +25,32 @@ constexpr milliseconds kTick{200};  // poll interval; limits the delay of joiner
 
 }  // namespace
 
-Quorum::Listener::Listener(const std::string& at, const std::string& key, const PortRange& ports)
-    : address(at),
-      name(random_secret()),
-      credentials{key, purpose_of(name)},
-      socket(listen_within(ports, at)) {}
-
-Quorum::Quorum(const std::string& address, const std::string& key, const PortRange& ports)
-    : listener_(address, key, ports) {
-  thread_ = Thread("the thread that answers other ranks", [this] { serve(); });
-}
-
 Quorum::~Quorum() {
-  listener_.stop = true;
-  listener_.wake.set();
+  stop_ = true;
+  wake_.set();
   thread_.join();
-}
-
-std::string Quorum::contact() const {
-  return contact_of(listener_.socket, listener_.address, listener_.name).text();
 }
 
 void Quorum::enter(int rank, std::vector<std::string> contacts,
                    std::function<void(const std::string&)> failed,
                    std::function<bool(const std::string&)> note) {
   std::scoped_lock lock(calling_, mutex_);
-  group_.rank = rank;
-  group_.contacts = std::move(contacts);
-  owner_ = {std::move(failed), std::move(note)};
+  rank_ = rank;
+  contacts_ = std::move(contacts);
+  failed_ = std::move(failed);
+  note_ = std::move(note);
   failure_reported_ = false;  // a reported failure belongs to the previous group
-  forming_.followers.clear();
-  if (forming_.announcer) {
-    send_frame(forming_.announcer, {Op::joined, 0, "", ""}, patience_end());
-    forming_.announcer.close();
+  followers_.clear();
+  if (announcer_) {
+    send_frame(announcer_, {Op::joined, 0, "", ""}, patience_end());
+    announcer_.close();
   }
-}
-
-void Quorum::leave() {
-  std::lock_guard lock(calling_);
-  owner_ = {};
 }
 
 // ---- The serving thread ----
 
 void Quorum::serve() {
-  while (!listener_.stop) {
+  while (!stop_) {
     try {
       return serve_until_stopped();
     } catch (const std::exception&) {  // retry once memory is available
@@ -81,19 +61,26 @@ void Quorum::serve() {
 
 void Quorum::serve_until_stopped() {
   while (true) {
-    std::vector<pollfd> entries = {{listener_.wake.fd(), POLLIN, 0}};
+    std::vector<pollfd> entries = {{wake_.fd(), POLLIN, 0}};
     size_t ranks = 0;
     {
       std::lock_guard lock(mutex_);
       for (const Caller& c : callers_) entries.push_back({c.socket.fd(), POLLRDHUP, 0});
-      ranks = group_.contacts.size();
+      ranks = contacts_.size();
     }
     admission_.add_entries(entries);
-    listener_.pending.add_entries(entries);
+    listener_.add_entries(entries);
     poll(entries.data(), entries.size(), static_cast<int>(kTick.count()));
-    if (listener_.stop) return;
-    remove_lost_callers();
-    for (auto& caller : listener_.pending.advance(entries, ranks)) {
+    if (stop_) return;
+    {
+      std::lock_guard lock(mutex_);
+      std::erase_if(callers_, [&](const Caller& c) {
+        const bool lost = c.socket.hung_up();
+        round_.lost_caller = round_.lost_caller || (lost && c.rank >= 0);
+        return lost;
+      });
+    }
+    for (auto& caller : listener_.advance(entries, ranks)) {
       try {
         answer(std::move(caller));
       } catch (const CommError&) {  // the caller is not a rank; hang up
@@ -101,17 +88,8 @@ void Quorum::serve_until_stopped() {
     }
     admission_.update();
     changed_.notify_all();
-    notify_owner(listener_.pending.take_log());
+    notify_owner(listener_.take_log());
   }
-}
-
-void Quorum::remove_lost_callers() {
-  std::lock_guard lock(mutex_);
-  std::erase_if(callers_, [&](const Caller& c) {
-    const bool lost = c.socket.hung_up();
-    round_.lost_caller = round_.lost_caller || (lost && c.rank >= 0);
-    return lost;
-  });
 }
 
 // Reports rejected connections and the failure of the group to the owner. Runs without the mutex, because
@@ -119,13 +97,13 @@ void Quorum::remove_lost_callers() {
 void Quorum::notify_owner(const std::vector<std::string>& log) {
   const auto state = [&] {
     std::lock_guard lock(mutex_);
-    return std::pair(group_.rank, failure_reported_);
+    return std::pair(rank_, failure_reported_);
   };
   const auto [rank, reported] = state();
   if (!reported && log.empty()) return;
   std::lock_guard calling(calling_);
   for (const std::string& line : log) {
-    if (owner_.note && owner_.note(line)) continue;
+    if (note_ && note_(line)) continue;
     print_error_line(fmt::format("rank {} {}", rank, line));
   }
   if (!state().second) return;  // this process has already entered the next group
@@ -133,19 +111,22 @@ void Quorum::notify_owner(const std::vector<std::string>& log) {
     std::lock_guard lock(mutex_);
     failure_reported_ = false;
   }
-  if (owner_.failed) owner_.failed("another rank has found that the group has failed");
+  if (failed_) failed_("another rank has found that the group has failed");
 }
 
-void Quorum::answer(PendingCallers::Caller caller) {
+void Quorum::answer(Listener::Caller caller) {
   if (caller.first.op != Op::request) return answer_rank(std::move(caller));
   std::lock_guard lock(mutex_);
   const Message request = Message::decode(caller.first.value);
-  if (group_.contacts.empty()) return;
-  if (group_.rank != 0) return AdmissionQueue::redirect(caller.socket, group_.contacts[0]);
-  admission_.request(std::move(caller.socket), request, static_cast<int>(group_.contacts.size()));
+  if (contacts_.empty()) return;
+  if (rank_ != 0) {
+    send_frame(caller.socket, {Op::redirect, 0, "", contacts_[0]}, patience_end());
+    return;
+  }
+  admission_.request(std::move(caller.socket), request, static_cast<int>(contacts_.size()));
 }
 
-void Quorum::answer_rank(PendingCallers::Caller caller) {
+void Quorum::answer_rank(Listener::Caller caller) {
   const Op op = caller.first.op;
   if (op != Op::call && op != Op::ask) return;
   const Message message = Message::decode(caller.first.value);
@@ -155,56 +136,30 @@ void Quorum::answer_rank(PendingCallers::Caller caller) {
     send_frame(caller.socket, {answer, 0, "", value}, patience_end());
   };
   std::lock_guard lock(mutex_);
-  if (number + 1 == group_.number && name == group_.previous_name &&
-      std::count(group_.survivors.begin(), group_.survivors.end(), rank) > 0) {
+  if (number + 1 == number_ && name == previous_name_ &&
+      std::count(survivors_.begin(), survivors_.end(), rank) > 0) {
     // The caller has not received the survivors yet. The connection stays open until the caller has entered
     // the group.
-    reply(Op::survivors, group_.announcement);
+    reply(Op::survivors, announcement_);
     callers_.push_back({std::move(caller.socket), -1});
-  } else if (number > group_.number) {
+  } else if (number > number_) {
     reply(Op::retry);  // this rank has not received the survivors yet
-  } else if (number < group_.number || name != group_.name) {
+  } else if (number < number_ || name != name_) {
     reply(Op::missed,
           fmt::format("the other ranks have continued without rank {}, which did not answer them in time",
                       rank));
   } else {
-    failure_reported_ = forming_.given_up = true;
+    failure_reported_ = given_up_ = true;
     round_.heard.insert(rank);
     if (op == Op::ask) {
       reply(Op::alive);
-      round_.outranked = round_.outranked || rank < group_.rank;
+      round_.outranked = round_.outranked || rank < rank_;
     } else if (round_.follows) {
       reply(Op::retry);
     } else {
       callers_.push_back({std::move(caller.socket), rank});
     }
   }
-}
-
-// ---- New ranks ----
-
-std::string Quorum::contacts() const {
-  std::lock_guard lock(mutex_);
-  return fmt::format("{}\n", fmt::join(group_.contacts, "\n"));
-}
-
-int Quorum::number() const {
-  std::lock_guard lock(mutex_);
-  return group_.number;
-}
-
-Quorum::NextGroup Quorum::grown_by(const std::vector<AdmissionQueue::Joiner>& joiners) const {
-  std::lock_guard lock(mutex_);
-  NextGroup grown{.ranks = std::vector<int>(group_.contacts.size()), .name = random_secret()};
-  std::iota(grown.ranks.begin(), grown.ranks.end(), 0);
-  for (const AdmissionQueue::Joiner& joiner : joiners) grown.joined.push_back(joiner.contact);
-  return grown;
-}
-
-void Quorum::begin(int number, const std::string& name) {
-  std::lock_guard lock(mutex_);
-  group_.number = number;
-  group_.name = name;
 }
 
 // How survivors find each other: the part of Quorum that runs on the thread of the rank's calls.
@@ -280,18 +235,18 @@ Quorum::NextGroup Quorum::NextGroup::decode(const std::string& text, int rank, i
 // Connects to a rank, authenticates this rank and sends its request.
 Quorum::Call Quorum::call(int rank, Op request) {
   const auto deadline = patience_end();
-  const std::string& text = group_.contacts[static_cast<size_t>(rank)];
+  const std::string& text = contacts_[static_cast<size_t>(rank)];
   Contact contact = Contact::parse(text).value_or(Contact());
   const auto known = reached_.find(text);
   if (known != reached_.end() && std::find(contact.addresses.begin(), contact.addresses.end(),
                                            known->second) != contact.addresses.end()) {
     contact.addresses = {known->second};
   }
-  const Credentials credentials{listener_.credentials.key, purpose_of(contact.name)};
+  const Credentials credentials{listener_.key(), purpose_of(contact.name)};
   Message me;
-  me.add("rank", group_.rank).add("number", group_.number).add("name", group_.name);
+  me.add("rank", rank_).add("number", number_).add("name", name_);
   while (true) {
-    Reach reached = reach(contact, credentials, {.deadline = deadline});
+    Reach reached = reach(contact, credentials, deadline);
     // Only `gone` proves that the process has stopped listening, because an unreachable machine does not
     // refuse connections.
     if (reached.gone) return {Presence::gone, {}};
@@ -310,43 +265,43 @@ std::optional<Quorum::NextGroup> Quorum::follow(int leader, Socket socket, Stead
   while (true) {
     const auto frame = receive_frame(socket, bytes, std::min(deadline, patience_end()));
     if (frame && frame->op == Op::survivors) {
-      NextGroup survivors =
-          NextGroup::decode(frame->value, group_.rank, static_cast<int>(group_.contacts.size()));
+      NextGroup survivors = NextGroup::decode(frame->value, rank_, static_cast<int>(contacts_.size()));
       std::lock_guard lock(mutex_);
-      forming_.announcer = std::move(socket);
+      announcer_ = std::move(socket);
       return survivors;
     }
-    if (frame && frame->op == Op::missed) throw CommError("rank {}: {}", group_.rank, frame->value);
+    if (frame && frame->op == Op::missed) throw CommError("rank {}: {}", rank_, frame->value);
     if (frame || !socket || SteadyClock::now() >= deadline) return std::nullopt;
     if (call(leader, Op::ask).presence != Presence::here) return std::nullopt;
   }
 }
 
-// Asks lower ranks until a rank answers. Asks several ranks concurrently, so that several stopped ranks delay
-// this rank as little as one stopped rank. Skips the ranks in `silent`, which have not answered in this
-// regrouping.
-void Quorum::look_below(std::set<int>& silent, std::set<int>& gone) {
-  std::vector<int> ask;
-  for (int r = 0; r < group_.rank; ++r) {
-    if (!silent.contains(r)) ask.push_back(r);
+// Asks these ranks concurrently whether they are alive, so that several stopped ranks delay this rank as
+// little as one stopped rank. Adds the ranks that are not here to `gone` or `silent`. With `replies`, waits
+// for the answer of each rank; a rank that does not send an answer is silent. Returns whether some rank is
+// here.
+bool Quorum::ask(const std::vector<int>& ranks, std::set<int>& silent, std::set<int>& gone,
+                 std::vector<std::optional<Frame>>* replies) {
+  std::vector<Presence> presence(ranks.size());
+  run_concurrently(ranks.size(), [&](size_t i) {
+    Call called = call(ranks[i], Op::ask);
+    presence[i] = called.presence;
+    if (replies == nullptr || called.presence != Presence::here) return;
+    std::string bytes;
+    (*replies)[i] = receive_frame(called.socket, bytes, patience_end());
+    if (!(*replies)[i]) presence[i] = Presence::silent;
+  });
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (presence[i] == Presence::gone) gone.insert(ranks[i]);
+    if (presence[i] == Presence::silent) silent.insert(ranks[i]);
   }
-  bool found = false;
-  for (size_t begin = 0; begin < ask.size() && !found; begin += kAskAtOnce) {
-    std::vector<Presence> presence(std::min(kAskAtOnce, ask.size() - begin));
-    run_concurrently(presence.size(),
-                     [&](size_t i) { presence[i] = call(ask[begin + i], Op::ask).presence; });
-    for (size_t i = 0; i < presence.size(); ++i) {
-      if (presence[i] == Presence::gone) gone.insert(ask[begin + i]);
-      if (presence[i] == Presence::silent) silent.insert(ask[begin + i]);
-      found = found || presence[i] == Presence::here;
-    }
-  }
+  return std::count(presence.begin(), presence.end(), Presence::here) > 0;
 }
 
 Quorum::NextGroup Quorum::regroup(milliseconds timeout) {
   const auto give_up = SteadyClock::now() + timeout + kSlack;
   // A cancellation ends only earlier deadlines.
-  if (RunningClock::cancelled()) throw CommError("rank {}: cancelled", group_.rank);
+  if (RunningClock::cancelled()) throw CommError("rank {}: cancelled", rank_);
   std::optional<SteadyClock::time_point> lead_until;  // counted from when this rank leads
   std::set<int> silent;
   while (SteadyClock::now() < give_up) {
@@ -354,18 +309,27 @@ Quorum::NextGroup Quorum::regroup(milliseconds timeout) {
     {
       std::lock_guard lock(mutex_);
       for (const int r : round_.heard) silent.erase(r);
-      round_ = {.follows = group_.rank > 0};  // until it is known that no lower rank answers
-      forming_.followers.clear();
-      forming_.announcer.close();
+      round_ = {.follows = rank_ > 0};  // until it is known that no lower rank answers
+      followers_.clear();
+      announcer_.close();
       if (round_.follows) send_away();
     }
-    look_below(silent, gone);
+    // Ask lower ranks until a rank answers, except those that have not answered in this regrouping.
+    std::vector<int> lower;
+    for (int r = 0; r < rank_; ++r) {
+      if (!silent.contains(r)) lower.push_back(r);
+    }
+    for (size_t begin = 0; begin < lower.size(); begin += kAskAtOnce) {
+      const auto some = lower.begin() + static_cast<std::ptrdiff_t>(begin);
+      const auto n = static_cast<std::ptrdiff_t>(std::min(kAskAtOnce, lower.size() - begin));
+      if (ask({some, some + n}, silent, gone)) break;
+    }
     const auto now = SteadyClock::now();
     if (now >= give_up) break;  // for example if the call was cancelled
     int leader = 0;
     while (silent.contains(leader) || gone.contains(leader)) ++leader;
     std::optional<NextGroup> survivors;
-    if (leader < group_.rank) {
+    if (leader < rank_) {
       Call called = call(leader, Op::call);
       if (called.presence == Presence::silent) silent.insert(leader);
       if (called.presence == Presence::here) survivors = follow(leader, std::move(called.socket), give_up);
@@ -385,7 +349,7 @@ Quorum::NextGroup Quorum::regroup(milliseconds timeout) {
     }
     std::this_thread::sleep_for(kRetry);
   }
-  throw CommError("rank {}: the ranks that are left did not find each other in time", group_.rank);
+  throw CommError("rank {}: the ranks that are left did not find each other in time", rank_);
 }
 
 // Sends `retry` to all waiting callers, because this rank follows another rank. Requires the mutex.
@@ -399,7 +363,7 @@ void Quorum::send_away() {
 // Returns the higher ranks of unknown presence. Requires the mutex.
 std::vector<int> Quorum::missing(const std::set<int>& silent, const std::set<int>& gone) const {
   std::vector<int> ranks;
-  for (int r = group_.rank + 1; r < static_cast<int>(group_.contacts.size()); ++r) {
+  for (int r = rank_ + 1; r < static_cast<int>(contacts_.size()); ++r) {
     const bool called =
         std::any_of(callers_.begin(), callers_.end(), [&](const Caller& c) { return c.rank == r; });
     if (!called && !gone.contains(r) && !silent.contains(r)) ranks.push_back(r);
@@ -413,7 +377,7 @@ std::optional<Quorum::NextGroup> Quorum::lead(std::set<int> silent, std::set<int
                                               SteadyClock::time_point deadline) {
   auto ask_at = SteadyClock::now() + kFirstAsk;
   while (true) {
-    std::vector<int> ask;
+    std::vector<int> unknown;
     {
       std::unique_lock lock(mutex_);
       wait_until(changed_, lock, std::min(ask_at, deadline),
@@ -423,47 +387,30 @@ std::optional<Quorum::NextGroup> Quorum::lead(std::set<int> silent, std::set<int
         send_away();
         return std::nullopt;
       }
-      ask = missing(silent, gone);
+      unknown = missing(silent, gone);
       if (SteadyClock::now() >= deadline) {  // the ranks are alive, but did not call
-        silent.insert(ask.begin(), ask.end());
-        ask.clear();
+        silent.insert(unknown.begin(), unknown.end());
+        unknown.clear();
       }
-      if (ask.empty()) return count(silent, gone);
+      if (unknown.empty()) return count(silent, gone);
     }
-    if (auto survivors = ask_missing(ask, silent, gone)) return survivors;
+    std::vector<std::optional<Frame>> replies(unknown.size());
+    ask(unknown, silent, gone, &replies);
+    for (const auto& reply : replies) {
+      if (reply && reply->op == Op::missed) throw CommError("rank {}: {}", rank_, reply->value);
+      if (reply && reply->op == Op::survivors) {  // a rank has already received the survivors
+        return NextGroup::decode(reply->value, rank_, static_cast<int>(contacts_.size()));
+      }
+    }
     ask_at = SteadyClock::now() + kAskAgain;
   }
 }
 
-// Asks these ranks concurrently. Returns the survivors if a rank has already received them.
-std::optional<Quorum::NextGroup> Quorum::ask_missing(const std::vector<int>& ranks, std::set<int>& silent,
-                                                     std::set<int>& gone) {
-  std::vector<Presence> presence(ranks.size());
-  std::vector<std::optional<Frame>> replies(ranks.size());
-  run_concurrently(ranks.size(), [&](size_t i) {
-    Call called = call(ranks[i], Op::ask);
-    std::string bytes;
-    if (called.socket) replies[i] = receive_frame(called.socket, bytes, patience_end());
-    presence[i] = called.presence == Presence::here && !replies[i] ? Presence::silent : called.presence;
-  });
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    if (presence[i] == Presence::gone) gone.insert(ranks[i]);
-    if (presence[i] == Presence::silent) silent.insert(ranks[i]);
-    if (replies[i] && replies[i]->op == Op::missed) {
-      throw CommError("rank {}: {}", group_.rank, replies[i]->value);
-    }
-    if (replies[i] && replies[i]->op == Op::survivors) {
-      return NextGroup::decode(replies[i]->value, group_.rank, static_cast<int>(group_.contacts.size()));
-    }
-  }
-  return std::nullopt;
-}
-
 // Decides which ranks survive. Throws CommError if too few ranks are alive. Requires the mutex.
 Quorum::NextGroup Quorum::count(std::set<int> silent, const std::set<int>& gone) {
-  std::set<int> here = {group_.rank};
+  std::set<int> here = {rank_};
   for (const Caller& c : callers_) {
-    if (c.rank > group_.rank && c.rank < static_cast<int>(group_.contacts.size())) here.insert(c.rank);
+    if (c.rank > rank_ && c.rank < static_cast<int>(contacts_.size())) here.insert(c.rank);
   }
   // A rank that continued without this rank may have ended normally meanwhile.
   if (RunningClock::long_stops() != long_stops_) silent.insert(gone.begin(), gone.end());
@@ -474,60 +421,42 @@ Quorum::NextGroup Quorum::count(std::set<int> silent, const std::set<int>& gone)
     send_away();
     throw CommError(
         "rank {} cannot continue: rank{} {} did not answer, but may be alive, and may continue without it",
-        group_.rank, silent.size() == 1 ? "" : "s", fmt::join(silent, ", "));
+        rank_, silent.size() == 1 ? "" : "s", fmt::join(silent, ", "));
   }
-  here.erase(group_.rank);
-  NextGroup survivors{.ranks = {group_.rank}, .name = random_secret()};
+  here.erase(rank_);
+  NextGroup survivors{.ranks = {rank_}, .name = random_secret()};
   for (const int r : here) {
     // Use the rank's latest call, because the rank has abandoned its earlier calls.
     const auto its =
         std::find_if(callers_.rbegin(), callers_.rend(), [&](const Caller& c) { return c.rank == r; });
     survivors.ranks.push_back(r);
-    forming_.followers.push_back(std::move(its->socket));
+    followers_.push_back(std::move(its->socket));
     callers_.erase(std::next(its).base());
   }
   return survivors;
 }
 
-std::vector<int> Quorum::followers() const {
-  std::lock_guard lock(mutex_);
-  std::vector<int> sockets;
-  for (const Socket& socket : forming_.followers) sockets.push_back(socket.fd());
-  return sockets;
-}
-
-bool Quorum::given_up() const {
-  std::lock_guard lock(mutex_);
-  return forming_.given_up || (forming_.announcer && forming_.announcer.hung_up());
-}
-
-void Quorum::publish(NextGroup survivors, const std::string& location) {
-  survivors.location = location;
-  adopt(survivors);
-}
-
-// Makes the survivors the current group. Notifies current and future callers.
 void Quorum::adopt(const NextGroup& survivors) {
   std::lock_guard lock(mutex_);
-  group_.survivors = survivors.ranks;
-  group_.announcement = survivors.encode();
-  ++group_.number;
-  group_.previous_name = std::exchange(group_.name, survivors.name);
-  forming_.given_up = false;
-  const Frame announcement{Op::survivors, 0, "", group_.announcement};
-  for (const Socket& follower : forming_.followers) send_frame(follower, announcement, patience_end());
+  survivors_ = survivors.ranks;
+  announcement_ = survivors.encode();
+  ++number_;
+  previous_name_ = std::exchange(name_, survivors.name);
+  given_up_ = false;
+  const Frame announcement{Op::survivors, 0, "", announcement_};
+  for (const Socket& follower : followers_) send_frame(follower, announcement, patience_end());
   std::erase_if(callers_, [&](Caller& c) {
     if (c.rank < 0) return false;
-    const bool survives = contains(group_.survivors, std::exchange(c.rank, -1));
+    const bool survives = contains(survivors_, std::exchange(c.rank, -1));
     send_frame(c.socket, survives ? announcement : Frame{Op::retry, 0, "", ""}, patience_end());
     return !survives;
   });
   std::vector<std::string> contacts;
-  for (const int r : group_.survivors) contacts.push_back(group_.contacts[static_cast<size_t>(r)]);
+  for (const int r : survivors_) contacts.push_back(contacts_[static_cast<size_t>(r)]);
   contacts.insert(contacts.end(), survivors.joined.begin(), survivors.joined.end());
-  group_.contacts = std::move(contacts);
-  const auto me = std::find(group_.survivors.begin(), group_.survivors.end(), group_.rank);
-  group_.rank = static_cast<int>(me - group_.survivors.begin());
+  contacts_ = std::move(contacts);
+  const auto me = std::find(survivors_.begin(), survivors_.end(), rank_);
+  rank_ = static_cast<int>(me - survivors_.begin());
   round_.follows = false;
   round_.heard.clear();
   long_stops_ = RunningClock::long_stops();

@@ -29,6 +29,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <string>
@@ -47,14 +48,17 @@ class Quorum {
  public:
   // Listens at `address` of this machine (empty: at all addresses), at one port of `ports`, for ranks that
   // know `key`. Throws CommError if listening fails.
-  Quorum(const std::string& address, const std::string& key, const PortRange& ports = {});
+  Quorum(const std::string& address, const std::string& key, const PortRange& ports = {})
+      : listener_("quorum", address, key, ports) {
+    thread_ = Thread("the thread that answers other ranks", [this] { serve(); });
+  }
   ~Quorum();
   Quorum(const Quorum&) = delete;
 
   // Returns the text of the Contact that other ranks use to call this rank.
-  std::string contact() const;
-  const std::string& address() const { return listener_.address; }
-  const std::string& key() const { return listener_.credentials.key; }
+  std::string contact() const { return listener_.contact().text(); }
+  const std::string& address() const { return listener_.address(); }
+  const std::string& key() const { return listener_.key(); }
   // Records the address by which the rank with this contact is connected to this rank. This object then calls
   // the rank at the recorded address, because a refusal at another address would not prove that the rank is
   // gone. Must not run while this object calls other ranks.
@@ -66,7 +70,11 @@ class Quorum {
   void enter(int rank, std::vector<std::string> contacts, std::function<void(const std::string& why)> failed,
              std::function<bool(const std::string& line)> note = nullptr);
   // Ends the use of the callbacks of enter(). Waits for a running callback.
-  void leave();
+  void leave() {
+    std::lock_guard lock(calling_);
+    failed_ = nullptr;
+    note_ = nullptr;
+  }
 
   // The next group after a group: its survivors, or its ranks and joiners.
   struct NextGroup {
@@ -87,27 +95,57 @@ class Quorum {
   // counted from when a rank leads.
   NextGroup regroup(std::chrono::milliseconds timeout);
   // Sends the group to the survivors, and begins the new group on this rank.
-  void publish(NextGroup survivors, const std::string& location);
+  void publish(NextGroup survivors, const std::string& location) {
+    survivors.location = location;
+    adopt(survivors);
+  }
   // Returns the leader's sockets to the other survivors, by rank; valid until enter(). Each survivor sends a
   // frame once the survivor has entered the group. This object owns the sockets.
-  std::vector<int> followers() const;
+  std::vector<int> followers() const {
+    std::lock_guard lock(mutex_);
+    std::vector<int> sockets;
+    for (const Socket& socket : followers_) sockets.push_back(socket.fd());
+    return sockets;
+  }
   // Returns whether the rank that announced the survivors is gone, or another rank reports that the group
   // being formed has failed. Valid until enter().
-  bool given_up() const;
+  bool given_up() const {
+    std::lock_guard lock(mutex_);
+    return given_up_ || (announcer_ && announcer_.hung_up());
+  }
 
   // ---- New ranks
 
   AdmissionQueue& admission() { return admission_; }
   // Returns the contacts of the group's ranks, one per line, for joiners.
-  std::string contacts() const;
+  std::string contacts() const {
+    std::lock_guard lock(mutex_);
+    std::string lines;
+    for (const std::string& contact : contacts_) lines += contact + "\n";
+    return lines;
+  }
   // Returns the group of this group's ranks and these joiners, without a location.
-  NextGroup grown_by(const std::vector<AdmissionQueue::Joiner>& joiners) const;
-  // Records that the grown group has formed. Must be followed by enter().
-  void grow(const NextGroup& grown) { adopt(grown); }
+  NextGroup grown_by(const std::vector<AdmissionQueue::Joiner>& joiners) const {
+    std::lock_guard lock(mutex_);
+    NextGroup grown{.ranks = std::vector<int>(contacts_.size()), .name = random_secret()};
+    std::iota(grown.ranks.begin(), grown.ranks.end(), 0);
+    for (const AdmissionQueue::Joiner& joiner : joiners) grown.joined.push_back(joiner.contact);
+    return grown;
+  }
+  // Makes the group of the survivors, or the grown group, the current group. Must be followed by enter().
+  // Notifies current and future callers.
+  void adopt(const NextGroup& next);
   // Sets the group's name and the number of groups before the group. Only a joiner calls it, before enter().
-  void begin(int number, const std::string& name);
+  void begin(int number, const std::string& name) {
+    std::lock_guard lock(mutex_);
+    number_ = number;
+    name_ = name;
+  }
   // Returns the number of groups before this group.
-  int number() const;
+  int number() const {
+    std::lock_guard lock(mutex_);
+    return number_;
+  }
 
   static constexpr std::chrono::milliseconds kPatience{1000};  // time limit for a rank's answer
   // Returns the purpose of the handshakes at this listener.
@@ -123,26 +161,6 @@ class Quorum {
     Presence presence = Presence::silent;
     Socket socket;  // connection to a rank whose presence is `here`
   };
-  struct Listener {
-    Listener(const std::string& at, const std::string& key, const PortRange& ports);
-
-    const std::string address, name;
-    const Credentials credentials;
-    Socket socket;
-    PendingCallers pending{socket, credentials};
-    WakeEvent wake;
-    std::atomic<bool> stop = false;
-  };
-  // The current group and facts about the previous group.
-  struct Group {
-    int rank = 0;
-    std::vector<std::string> contacts = {};  // the ranks' contacts, by rank
-    int number = 0;                          // number of groups before this group
-    std::string name = "-";                  // random, chosen by the leader
-    std::string previous_name = {};
-    std::vector<int> survivors = {};  // survivors of the previous group
-    std::string announcement = {};    // NextGroup::encode() of this group
-  };
   // This rank's part in choosing the survivors.
   struct Round {
     bool follows = false;      // this rank waits for a leading rank; callers should call the leading rank
@@ -150,54 +168,54 @@ class Quorum {
     bool lost_caller = false;  // a caller that waited for the survivors has hung up
     std::set<int> heard = {};  // ranks that have called since this rank last asked lower ranks
   };
-  // The survivors' group, until this rank has entered it.
-  struct Forming {
-    std::vector<Socket> followers = {};  // on the leader: connections to the other survivors
-    Socket announcer = {};               // on other survivors: the connection to the leader
-    bool given_up = false;               // a rank reports that the group being formed has failed
-  };
-  // The current group's callbacks.
-  struct Owner {
-    std::function<void(const std::string&)> failed;
-    std::function<bool(const std::string&)> note;
-  };
-
   // Methods that run on the listener's thread.
   void serve();
   void serve_until_stopped();
-  void answer(PendingCallers::Caller caller);
-  void answer_rank(PendingCallers::Caller caller);
-  void remove_lost_callers();
+  void answer(Listener::Caller caller);
+  void answer_rank(Listener::Caller caller);
   void notify_owner(const std::vector<std::string>& log);
 
   // Methods that run on the thread of the rank's calls.
   void send_away();
   Call call(int rank, Frame::Op request);
-  void look_below(std::set<int>& silent, std::set<int>& gone);
+  bool ask(const std::vector<int>& ranks, std::set<int>& silent, std::set<int>& gone,
+           std::vector<std::optional<Frame>>* replies = nullptr);
   std::optional<NextGroup> follow(int leader, Socket socket, SteadyClock::time_point deadline);
   std::optional<NextGroup> lead(std::set<int> silent, std::set<int> gone, SteadyClock::time_point deadline);
-  std::optional<NextGroup> ask_missing(const std::vector<int>& ranks, std::set<int>& silent,
-                                       std::set<int>& gone);
   NextGroup count(std::set<int> silent, const std::set<int>& gone);
   std::vector<int> missing(const std::set<int>& silent, const std::set<int>& gone) const;
-  void adopt(const NextGroup& survivors);
 
   // Returns the time by which another rank should answer.
   static SteadyClock::time_point patience_end() { return SteadyClock::now() + kPatience; }
 
   const RunningClock::Watch watch_;
   Listener listener_;
+  WakeEvent wake_;
+  std::atomic<bool> stop_ = false;
   AdmissionQueue admission_;
   std::map<std::string, std::string> reached_;  // known addresses, by contact
 
-  std::mutex calling_;  // guards owner_; held during its callbacks; locked before mutex_
-  Owner owner_;
+  std::mutex calling_;  // guards the owner's callbacks and is held during them; locked before mutex_
+  std::function<void(const std::string&)> failed_;
+  std::function<bool(const std::string&)> note_;
 
   mutable std::mutex mutex_;  // guards the members up to long_stops_
   std::condition_variable changed_;
-  Group group_;
+  // The current group and facts about the previous group.
+  int rank_ = 0;
+  std::vector<std::string> contacts_;  // the ranks' contacts, by rank
+  int number_ = 0;                     // number of groups before this group
+  std::string name_ = "-";             // random, chosen by the leader
+  std::string previous_name_;
+  std::vector<int> survivors_;  // survivors of the previous group
+  std::string announcement_;    // NextGroup::encode() of this group
   Round round_;
-  Forming forming_;
+  // The survivors' group, until this rank has entered it: on the leader, the connections to the other
+  // survivors; on other survivors, the connection to the leader; whether a rank reports that the group has
+  // failed.
+  std::vector<Socket> followers_;
+  Socket announcer_;
+  bool given_up_ = false;
   std::vector<Caller> callers_;  // ranks that wait for the survivors or have received them
   // A rank has reported that this group has failed; the owner is not notified yet.
   bool failure_reported_ = false;

@@ -13,8 +13,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <deque>
 #include <fstream>
-#include <memory>
 #include <sstream>
 
 #include "collectives/net/listener.h"
@@ -36,167 +36,130 @@ constexpr milliseconds kNextAfter{200}, kNextAfterConnected{2000};
 constexpr milliseconds kConnectAnew{5000};
 constexpr milliseconds kFirstPause{20}, kLongestPause{500};
 
-// The attempts at one address: waits for its start time, connects, performs the handshake, and, if allowed,
+// Connects to one address: waits for its start time, connects, performs the handshake, and, if allowed,
 // retries after a failure.
-class Attempt {
- public:
-  Attempt(const Address& address, const Credentials& credentials, bool retry)
-      : address_(address), credentials_(credentials), retry_(retry), why_("no answer") {}
-
-  // Continues the attempt; does nothing before the start time. Returns whether the handshake has succeeded.
-  bool advance(SteadyClock::time_point now) {
-    if (state_ == State::idle && now >= begin_at_) begin(now);
-    if (state_ == State::connecting && writable_) finish_connecting();
-    if (state_ == State::connecting && now - began_at_ >= kConnectAnew && retry_) fail("no answer", now);
-    if (state_ == State::proving) prove(now);
-    return state_ == State::proved;
-  }
-
-  pollfd entry() const {
-    if (state_ == State::connecting) return {socket_.fd(), POLLOUT, 0};
-    if (state_ == State::proving) return {socket_.fd(), POLLIN, 0};
-    return {-1, 0, 0};
-  }
-  void polled(const pollfd& entry) { writable_ = state_ == State::connecting && entry.revents != 0; }
-
-  // Returns the time at which advance() must run even if no data arrives; far in the future if advance() need
-  // not run.
-  SteadyClock::time_point wake_at() const {
-    if (state_ == State::idle) return begin_at_;
-    if (state_ == State::connecting && retry_) return began_at_ + kConnectAnew;
-    return SteadyClock::time_point::max();
-  }
-  // Returns when the attempt at the next address may start.
-  SteadyClock::time_point next_at() const {
-    if (failed_ || state_ == State::ended) return SteadyClock::time_point::min();
-    if (state_ == State::idle) return SteadyClock::time_point::max();
-    return began_at_ + (state_ == State::proving ? kNextAfterConnected : kNextAfter);
-  }
-
-  void begin_at(SteadyClock::time_point time) { begin_at_ = time; }
-  bool waits() const { return state_ == State::idle && begin_at_ == SteadyClock::time_point::max(); }
-  bool ended() const { return state_ == State::ended; }
-  bool refused() const { return refused_; }
-  bool other_secret() const { return why_ == kOtherSecret; }
-  std::string why() const { return fmt::format("{}: {}", address_.text(), why_); }
-  Socket take() { return std::move(socket_); }
-
- private:
+struct Connector {
   enum class State { idle, connecting, proving, proved, ended };
+  using Time = SteadyClock::time_point;
 
-  void begin(SteadyClock::time_point now) {
-    began_at_ = now;
-    writable_ = false;
-    std::string why;
-    auto socket = begin_connect(address_, why);
-    if (!socket) return fail(why, now);
-    socket_ = std::move(*socket);
-    state_ = State::connecting;
-  }
+  const Address address;
+  const Credentials& credentials;
+  const bool retry;
+  State state = State::idle;
+  Time begin_at = Time::max(), began_at = {};
+  milliseconds pause = kFirstPause;
+  Socket socket = {};
+  std::optional<Handshake> handshake = {};
+  std::string why = "no answer";  // the latest failure
+  bool writable = false, refused = false, failed = false;
 
-  void finish_connecting() {
-    const int error = connect_error(socket_);
-    if (error != 0) {
-      fail(std::strerror(error), SteadyClock::now());
-      refused_ = error == ECONNREFUSED;
-      return;
+  bool waits() const { return state == State::idle && begin_at == Time::max(); }
+  bool other_secret() const { return why == kOtherSecret; }
+
+  // Continues to connect; does nothing before the start time.
+  void advance(Time now) {
+    if (state == State::idle && now >= begin_at) {
+      began_at = now;
+      writable = false;
+      std::string reason;
+      auto begun = begin_connect(address, reason);
+      if (!begun) return fail(reason, now);
+      socket = std::move(*begun);
+      state = State::connecting;
     }
-    introduction_ = std::make_unique<Introduction>(credentials_);
-    state_ = State::proving;
-  }
-
-  void prove(SteadyClock::time_point now) {
-    switch (introduction_->advance(socket_)) {
-      case Introduction::State::proved:
-        state_ = State::proved;
-        break;
-      case Introduction::State::refused:
-        fail(introduction_->why(), now);
-        break;
-      case Introduction::State::waiting:
-        break;
+    if (state == State::connecting && writable) {
+      if (const int error = connect_error(socket); error != 0) {
+        fail(std::strerror(error), SteadyClock::now());
+        refused = error == ECONNREFUSED;
+        return;
+      }
+      handshake.emplace(credentials, Handshake::Side::connector);
+      state = State::proving;
     }
+    if (state == State::connecting && now - began_at >= kConnectAnew && retry) return fail("no answer", now);
+    if (state != State::proving) return;
+    const Handshake::State proving = handshake->advance(socket);
+    if (proving == Handshake::State::proved) state = State::proved;
+    if (proving == Handshake::State::refused) fail(handshake->why(), now);
   }
 
-  void fail(const std::string& why, SteadyClock::time_point now) {
-    why_ = why;
-    refused_ = false;
-    failed_ = true;
-    socket_.close();
-    // The port belongs to another process now.
-    const bool again = retry_ && !other_secret();
-    state_ = again ? State::idle : State::ended;
-    begin_at_ = now + pause_;
-    pause_ = std::min(2 * pause_, kLongestPause);
+  void fail(const std::string& reason, Time now) {
+    why = reason;
+    refused = false;
+    failed = true;
+    socket.close();
+    // Another secret: the port belongs to another process now.
+    state = retry && !other_secret() ? State::idle : State::ended;
+    begin_at = now + pause;
+    pause = std::min(2 * pause, kLongestPause);
   }
 
-  const Address address_;
-  const Credentials& credentials_;
-  const bool retry_;
-  State state_ = State::idle;
-  SteadyClock::time_point begin_at_ = SteadyClock::time_point::max(), began_at_ = {};
-  milliseconds pause_ = kFirstPause;
-  Socket socket_;
-  std::unique_ptr<Introduction> introduction_;
-  std::string why_;
-  bool writable_ = false, refused_ = false, failed_ = false;
+  // Returns when the next address may start.
+  Time next_at() const {
+    if (failed || state == State::ended) return Time::min();
+    if (state == State::idle) return Time::max();
+    return began_at + (state == State::proving ? kNextAfterConnected : kNextAfter);
+  }
+  // Returns the time at which advance() must run even if no data arrives; far in the future if it need not
+  // run.
+  Time wake_at() const {
+    if (state == State::idle) return begin_at;
+    return state == State::connecting && retry ? began_at + kConnectAnew : Time::max();
+  }
 };
 
 }  // namespace
 
-Reach reach(const Contact& contact, const Credentials& credentials, const ReachOptions& options) {
-  std::vector<std::unique_ptr<Attempt>> attempts;
+Reach reach(const Contact& contact, const Credentials& credentials, SteadyClock::time_point deadline,
+            bool retry, int stop) {
+  std::deque<Connector> all;
   Reach result;
   for (const std::string& address : addresses_to_try(contact)) {
     std::string why;
     for (const Address& a : resolve({address, contact.port}, why)) {
-      attempts.push_back(std::make_unique<Attempt>(a, credentials, options.retry));
+      all.push_back({.address = a, .credentials = credentials, .retry = retry});
     }
     if (!why.empty()) result.why = fmt::format("{}: {}", Endpoint{address, contact.port}.text(), why);
   }
-  if (attempts.empty()) return result;
-  attempts.front()->begin_at(SteadyClock::now());
-  const auto far = SteadyClock::time_point::max();
+  if (all.empty()) return result;
+  all.front().begin_at = SteadyClock::now();
   while (true) {
     const auto now = SteadyClock::now();
-    auto wake_at = options.deadline;
+    auto wake_at = deadline;
     bool all_ended = true;
-    for (size_t i = 0; i < attempts.size(); ++i) {
-      Attempt& attempt = *attempts[i];
-      if (attempt.waits() && i > 0) {
-        const auto next_at = attempts[i - 1]->next_at();
-        if (next_at <= now) attempt.begin_at(now);
-        if (next_at != far) wake_at = std::min(wake_at, next_at);
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (all[i].waits() && i > 0) {
+        const auto next_at = all[i - 1].next_at();
+        if (next_at <= now) all[i].begin_at = now;
+        wake_at = std::min(wake_at, next_at);
       }
-      if (attempt.advance(now)) {
-        result.socket = attempt.take();
+      all[i].advance(now);
+      if (all[i].state == Connector::State::proved) {
+        result.socket = std::move(all[i].socket);
         prepare_for_messages(*result.socket);
         return result;
       }
-      all_ended = all_ended && attempt.ended();
-      wake_at = std::min(wake_at, attempt.wake_at());
+      all_ended = all_ended && all[i].state == Connector::State::ended;
+      wake_at = std::min(wake_at, all[i].wake_at());
     }
-    if (all_ended || now >= options.deadline) break;
-    // An attempt that has just failed lets the next attempt start.
-    bool begin = false;
-    for (size_t i = 1; i < attempts.size(); ++i) {
-      begin = begin || (attempts[i]->waits() && attempts[i - 1]->next_at() <= now);
+    if (all_ended || now >= deadline) break;
+    std::vector<pollfd> entries = {{stop, POLLIN, 0}};
+    for (const Connector& c : all) {  // poll() ignores closed sockets
+      entries.push_back(
+          {c.socket.fd(), static_cast<short>(c.state == Connector::State::connecting ? POLLOUT : POLLIN), 0});
     }
-    if (begin) continue;
-    std::vector<pollfd> entries = {{options.stop, POLLIN, 0}};
-    for (const auto& attempt : attempts) entries.push_back(attempt->entry());
     poll(entries.data(), entries.size(), std::min(1000, milliseconds_until(wake_at)));
     if (entries[0].revents != 0) {
       result.why = "interrupted";
       return result;
     }
-    for (size_t i = 0; i < attempts.size(); ++i) attempts[i]->polled(entries[i + 1]);
+    for (size_t i = 0; i < all.size(); ++i) all[i].writable = entries[i + 1].revents != 0;
   }
   result.gone = result.other_secret = result.why.empty();
-  for (const auto& attempt : attempts) {
-    result.gone = result.gone && (attempt->refused() || attempt->other_secret());
-    result.other_secret = result.other_secret && attempt->other_secret();
-    result.why += (result.why.empty() ? "" : "; ") + attempt->why();
+  for (const Connector& c : all) {
+    result.gone = result.gone && (c.refused || c.other_secret());
+    result.other_secret = result.other_secret && c.other_secret();
+    result.why += fmt::format("{}{}: {}", result.why.empty() ? "" : "; ", c.address.text(), c.why);
   }
   return result;
 }
@@ -235,16 +198,6 @@ Contact contact_of(const Socket& listener, const std::string& address, const std
   return contact;
 }
 
-std::string with_address(const std::string& contact, const std::string& address) {
-  auto parsed = Contact::parse(contact);
-  if (!parsed || address.empty() || is_loopback(address) ||
-      std::find(parsed->addresses.begin(), parsed->addresses.end(), address) != parsed->addresses.end()) {
-    return contact;
-  }
-  parsed->addresses.push_back(address);
-  return parsed->text();
-}
-
 std::string host_id() {
   static const std::string id = [] {
     std::string boot;
@@ -256,47 +209,10 @@ std::string host_id() {
   return id;
 }
 
-std::vector<std::string> addresses_to_try(const Contact& contact) {
-  std::vector<std::string> addresses = contact.addresses;
-  if (addresses.size() < 2 || contact.host.empty()) return addresses;
-  if (contact.host == host_id()) {
-    std::stable_partition(addresses.begin(), addresses.end(), is_loopback);
-    return addresses;
-  }
-  std::erase_if(addresses, is_loopback);
-  if (addresses.empty()) return contact.addresses;
-  const std::vector<std::string> own = own_addresses();
-  const auto is_own = [&](const std::string& a) { return std::find(own.begin(), own.end(), a) != own.end(); };
-  const auto rest = std::stable_partition(addresses.begin(), addresses.end(),
-                                          [&](const std::string& a) { return !is_own(a); });
-  std::stable_partition(addresses.begin(), rest, in_own_network);
-  return addresses;
-}
-
 namespace {
 
-// Returns the bytes of an address or of a network's mask; empty if the address is neither IPv4 nor IPv6.
-std::string bytes_of(const sockaddr* address) {
-  if (address != nullptr && address->sa_family == AF_INET) {
-    const in_addr& bytes = reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
-    return {reinterpret_cast<const char*>(&bytes), sizeof bytes};
-  }
-  if (address != nullptr && address->sa_family == AF_INET6) {
-    const in6_addr& bytes = reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
-    return {reinterpret_cast<const char*>(&bytes), sizeof bytes};
-  }
-  return "";
-}
-
-std::string bytes_of(const std::string& address) {
-  char bytes[sizeof(in6_addr)];
-  if (inet_pton(AF_INET, address.c_str(), bytes) == 1) return {bytes, sizeof(in_addr)};
-  if (inet_pton(AF_INET6, address.c_str(), bytes) == 1) return {bytes, sizeof(in6_addr)};
-  return "";
-}
-
 struct Interface {
-  std::string name, address, mask;  // mask: the bytes of the network's mask
+  std::string name, address, mask;  // mask: of the network, as an address
 };
 
 // Returns one entry per address of each interface that is up, IPv4 addresses first. Leaves out link-local
@@ -320,18 +236,62 @@ std::vector<Interface> interfaces() {
           IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(i->ifa_addr)->sin6_addr)) {
         continue;
       }
-      Address its;
-      its.length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-      std::memcpy(&its.bytes, i->ifa_addr, its.length);
-      const std::string address = its.host();
-      if (!address.empty()) found.push_back({i->ifa_name, address, bytes_of(i->ifa_netmask)});
+      const auto text = [&](const sockaddr* bytes) {
+        Address address;
+        address.length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+        if (bytes != nullptr) std::memcpy(&address.bytes, bytes, address.length);
+        return bytes == nullptr ? "" : address.host();
+      };
+      const std::string address = text(i->ifa_addr);
+      if (!address.empty()) found.push_back({i->ifa_name, address, text(i->ifa_netmask)});
     }
   }
   freeifaddrs(list);
   return found;
 }
 
+// Returns whether an interface of this host is in the same network as this address.
+bool in_own_network(const std::string& address) {
+  // Returns the bytes of an address; empty if the text is not an address.
+  const auto bytes = [](const std::string& text) {
+    char data[sizeof(in6_addr)];
+    if (inet_pton(AF_INET, text.c_str(), data) == 1) return std::string(data, sizeof(in_addr));
+    return inet_pton(AF_INET6, text.c_str(), data) == 1 ? std::string(data, sizeof data) : "";
+  };
+  std::vector<Interface> all;
+  try {
+    all = interfaces();
+  } catch (const OutOfResources&) {
+    return false;  // the result only decides which address is tried first
+  }
+  for (const Interface& i : all) {
+    const std::string mine = bytes(i.address), theirs = bytes(address), mask = bytes(i.mask);
+    if (mine.empty() || mine.size() != theirs.size() || mine.size() != mask.size()) continue;
+    bool same = true;
+    for (size_t b = 0; b < mine.size(); ++b) same = same && ((mine[b] ^ theirs[b]) & mask[b]) == 0;
+    if (same) return true;
+  }
+  return false;
+}
+
 }  // namespace
+
+std::vector<std::string> addresses_to_try(const Contact& contact) {
+  std::vector<std::string> addresses = contact.addresses;
+  if (addresses.size() < 2 || contact.host.empty()) return addresses;
+  if (contact.host == host_id()) {
+    std::stable_partition(addresses.begin(), addresses.end(), is_loopback);
+    return addresses;
+  }
+  std::erase_if(addresses, is_loopback);
+  if (addresses.empty()) return contact.addresses;
+  const std::vector<std::string> own = own_addresses();
+  const auto is_own = [&](const std::string& a) { return std::find(own.begin(), own.end(), a) != own.end(); };
+  const auto rest = std::stable_partition(addresses.begin(), addresses.end(),
+                                          [&](const std::string& a) { return !is_own(a); });
+  std::stable_partition(addresses.begin(), rest, in_own_network);
+  return addresses;
+}
 
 std::string address_of_interface(const std::string& name) {
   std::string names;
@@ -340,14 +300,6 @@ std::string address_of_interface(const std::string& name) {
     if (names.find(i.name) == std::string::npos) names += (names.empty() ? "" : ", ") + i.name;
   }
   throw BadInput("no network interface '{}' with an address; there are {}", name, names);
-}
-
-void check_interface(const std::string& what, const std::string& name) {
-  try {
-    address_of_interface(name);
-  } catch (const BadInput& error) {
-    throw BadInput("{}: {}", what, error.what());
-  }
 }
 
 std::vector<std::string> own_addresses() {
@@ -366,24 +318,6 @@ std::string loopback_address() {
     if (i.address == "::1") address = i.address;
   }
   return address;
-}
-
-bool in_own_network(const std::string& address) {
-  const std::string bytes = bytes_of(address);
-  std::vector<Interface> all;
-  try {
-    all = interfaces();
-  } catch (const OutOfResources&) {
-    return false;  // the result only decides which address is tried first
-  }
-  for (const Interface& i : all) {
-    const std::string mine = bytes_of(i.address);
-    if (mine.empty() || mine.size() != bytes.size() || mine.size() != i.mask.size()) continue;
-    bool same = true;
-    for (size_t b = 0; b < mine.size(); ++b) same = same && ((mine[b] ^ bytes[b]) & i.mask[b]) == 0;
-    if (same) return true;
-  }
-  return false;
 }
 
 }  // namespace gradwire

@@ -31,11 +31,6 @@ struct Contact {
 // empty: all addresses of this host.
 Contact contact_of(const Socket& listener, const std::string& address, const std::string& name);
 
-// Returns the contact's text with `address` added as the last address to try: the address at which this
-// process has already reached the contact's rank. The added address may differ from rank 0's addresses if a
-// container's ports are forwarded.
-std::string with_address(const std::string& contact, const std::string& address);
-
 // Returns an id of this machine and its network namespace. Processes with equal ids reach each other at
 // loopback. Returns "" if the id is unknown.
 std::string host_id();
@@ -52,16 +47,12 @@ struct Reach {
   bool other_secret = false;  // at every address, a process with another secret answers
 };
 
-struct ReachOptions {
-  SteadyClock::time_point deadline;
-  // Retry an address that refuses or hangs up, until the deadline. Otherwise try each address once.
-  bool retry = false;
-  int stop = -1;  // a file descriptor; reach() ends with `why` = "interrupted" when it is readable
-};
 // Connects to the listener of `contact` at the first of the contact's addresses that answers. An address that
 // does not answer delays the next address by 200 ms. All attempts stay open until the handshake succeeds at
-// one address.
-Reach reach(const Contact& contact, const Credentials& credentials, const ReachOptions& options);
+// one address. `retry`: retry an address that refuses or hangs up, until the deadline; otherwise try each
+// address once. `stop`: a file descriptor; reach() ends with `why` = "interrupted" when it is readable.
+Reach reach(const Contact& contact, const Credentials& credentials, SteadyClock::time_point deadline,
+            bool retry = false, int stop = -1);
 
 // The network interfaces of this host.
 
@@ -70,12 +61,8 @@ Reach reach(const Contact& contact, const Credentials& credentials, const ReachO
 std::vector<std::string> own_addresses();
 // Returns 127.0.0.1, or ::1 if that is this host's only loopback address.
 std::string loopback_address();
-// Returns whether an interface of this host is in the same network as this address.
-bool in_own_network(const std::string& address);
 // Returns the address of the interface with this name. Throws BadInput that lists the existing interfaces if
 // no interface has this name.
 std::string address_of_interface(const std::string& name);
-// Throws BadInput, prefixed with `what`, if no interface has this name.
-void check_interface(const std::string& what, const std::string& name);
 
 }  // namespace gradwire

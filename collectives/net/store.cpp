@@ -9,8 +9,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <filesystem>
 #include <limits>
+#include <set>
 #include <sstream>
 #include <utility>
 
@@ -25,38 +25,26 @@ namespace {
 
 using Op = Frame::Op;
 
-// Time limit for requests that the server answers at once. The limit is well below 5 s, within which every
-// rank must report an error.
-constexpr std::chrono::milliseconds kPromptly{2000};
-
-constexpr const char* kGone = "rank 0, which runs the store, is gone";
-
 void check_reply(const Frame& reply) {
   if (reply.op == Op::ok) return;
   if (reply.op == Op::again) throw CommError(reply.value);
   throw StoreRefused(reply.value);
 }
 
-std::string one_line(std::string text) {
-  std::replace(text.begin(), text.end(), '\n', ' ');
-  return text;
-}
-
 // Returns a connection authenticated with `key`.
 Socket connect_to(const Contact& server, const std::string& key, SteadyClock::time_point deadline) {
-  Reach reached = reach(server, {key, kStorePurpose}, {.deadline = deadline});
+  Reach reached = reach(server, {key, kStorePurpose}, deadline);
   if (reached.other_secret) throw OtherSecret(reached.why);
   if (!reached.socket) throw CommError(reached.why);
   return std::move(*reached.socket);
 }
 
-// Returns the contact of the same server with only the address at which the server has answered.
-Contact again(Contact server, const Socket& connected) {
-  if (const std::string address = connected.peer_address(); !address.empty()) server.addresses = {address};
-  return server;
-}
-
 }  // namespace
+
+std::string one_line(std::string text) {
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  return text;
+}
 
 std::string StoreHello::encode() const {
   return Message().add("rank", rank).add("world", world).add("job", job).encode();
@@ -106,13 +94,35 @@ std::string RollCall::absent() const {
   return text;
 }
 
+std::string RollCall::activities(int rank, int waited_for) const {
+  std::string text = absent();
+  if (!text.empty()) text = "; " + text;
+  const int world = static_cast<int>(ranks.size());
+  std::set<int> listed = {rank};
+  const auto list = [&](int r) {
+    const auto& [presence, state] = ranks[static_cast<size_t>(r)];
+    if (presence != Presence::here || state.empty() || !listed.insert(r).second) return false;
+    text += fmt::format("; rank {} is {}", r, state);
+    return true;
+  };
+  for (int r = waited_for; r >= 0 && r < world && listed.size() < 6 && list(r);) {
+    const std::string& state = ranks[static_cast<size_t>(r)].state;
+    const size_t at = state.rfind(kWaiting);
+    if (at == std::string::npos) break;
+    r = parse_number<int>(state.substr(at + kWaiting.size())).value_or(-1);
+  }
+  for (int r = 0; r < world && listed.size() < 5; ++r) list(r);
+  return text;
+}
+
 // Makes the second connection only after the server has accepted the first connection, so that a process with
 // a wrong secret adds only one line to the server's log.
 StoreClient::StoreClient(const Contact& server, const std::string& key, int rank, int world,
                          SteadyClock::time_point deadline, const std::string& job)
-    : world_(world),
-      command_(connect_to(server, key, deadline)),
-      watch_(connect_to(again(server, command_), key, deadline)) {
+    : world_(world), command_(connect_to(server, key, deadline)) {
+  Contact same = server;
+  if (const std::string address = peer_address(); !address.empty()) same.addresses = {address};
+  watch_ = connect_to(same, key, deadline);
   const std::string me = StoreHello{rank, world, one_line(job)}.encode();
   request({Op::hello, 0, "command", me}, deadline);
   std::optional<Frame> reply;
@@ -155,10 +165,6 @@ Frame StoreClient::request(Frame frame, SteadyClock::time_point deadline) {
   throw CommError(command_ ? "rank 0, which runs the store, does not answer" : kGone);
 }
 
-void StoreClient::set(const std::string& key, const std::string& value) {
-  request({Op::set, 0, key, value}, SteadyClock::now() + kPromptly);
-}
-
 std::string StoreClient::get(const std::string& key, SteadyClock::time_point deadline,
                              const std::string& what) {
   auto start = SteadyClock::now();
@@ -171,35 +177,10 @@ std::string StoreClient::get(const std::string& key, SteadyClock::time_point dea
   }
 }
 
-std::string StoreClient::look(const std::string& key) {
-  return request({Op::look, 0, key, ""}, SteadyClock::now() + kPromptly).value;
-}
-
 int64_t StoreClient::add(const std::string& key) {
   const std::string text = request({Op::add, 0, key, ""}, SteadyClock::now() + kPromptly).value;
   if (const auto count = parse_number<int64_t>(text)) return *count;
   throw CommError("the store's count of {} is '{}'", key, text);
-}
-
-void StoreClient::drop(const std::string& key) {
-  std::lock_guard lock(mutex_);
-  send_frame(command_, {Op::drop, 0, key, ""}, SteadyClock::now() + kPromptly);
-}
-
-void StoreClient::send_message(const std::string& message) {
-  std::lock_guard lock(mutex_);
-  if (!send_frame(command_, {Op::message, 0, "", message}, SteadyClock::now() + kPromptly)) {
-    throw CommError(kGone);
-  }
-}
-
-bool StoreClient::send_on_watch(const Frame& frame) {
-  std::lock_guard lock(sending_watch_);
-  return send_frame(watch_, frame, SteadyClock::now() + kPromptly);
-}
-
-bool StoreClient::note(const std::string& text) {
-  return send_on_watch({Op::note, 0, "", one_line(text)});
 }
 
 std::optional<std::string> StoreClient::report(const std::string& what) {
@@ -272,21 +253,6 @@ namespace {
 constexpr const char* kFileMagic = "gradwire-rendezvous-1";
 constexpr char kHostMark = '@';
 
-// Returns the content of the rendezvous file; "" until the file is readable.
-std::string read_rendezvous_file(const std::string& path) {
-  struct stat status {};
-  if (stat(path.c_str(), &status) != 0) return "";
-  if (!S_ISREG(status.st_mode)) {
-    throw BadInput("rendezvous file://{0}: {0} is {1}; name a regular file, or a new one", path,
-                   kind_of_file(status.st_mode));
-  }
-  try {
-    return read_regular_file(path);
-  } catch (const BadInput&) {  // the file was removed or replaced concurrently
-    return "";
-  }
-}
-
 }  // namespace
 
 // Returns the text to publish: the magic word on the first line. The second line contains the secret, the
@@ -317,43 +283,18 @@ StoreLocation StoreLocation::parse(const std::string& text) {
   return location;
 }
 
-bool is_store_location(const std::string& text) {
-  return !StoreLocation::parse(text).store.addresses.empty();
-}
-
-RendezvousCallbacks file_callbacks(const std::string& path) {
-  return {.publish = [path](const std::string& text) { write_private_file(path, text); },
-          .read = [path] { return read_rendezvous_file(path); }};
-}
-
-void remove_rendezvous_file(const std::string& path, const std::string& secret,
-                            const std::string& key) noexcept try {
-  if (secret + StoreLocation::parse(read_rendezvous_file(path)).secret == key) remove_output(path);
-} catch (const std::exception&) {
-}
-
-std::string path_of_rendezvous(const std::string& rendezvous) {
-  const std::string path = rendezvous.substr(std::string("file://").size());
-  if (path.starts_with("/")) return path;
-  throw BadInput(
-      "rendezvous '{}': '{}' is not an absolute path, which file:// needs; give file:///path, "
-      "here file://{}",
-      rendezvous, path, std::filesystem::absolute(path).string());
-}
-
-Endpoint endpoint_of_rendezvous(const std::string& rendezvous) {
-  const auto bad = [&](const std::string& why) {
-    return BadInput(
-        fmt::format("rendezvous '{}': {}; give tcp://host:port or file:///path", rendezvous, why));
-  };
-  const std::string rest = rendezvous.substr(std::string("tcp://").size());
-  const size_t colon = rest.rfind(':');
-  if (colon == std::string::npos || colon == 0) throw bad("no host and port");
-  const auto port = parse_number(rest.substr(colon + 1), 1, 65535);
-  if (!port) throw bad(fmt::format("'{}' is not a port", rest.substr(colon + 1)));
-  std::string host = rest.substr(0, colon);
-  if (host.starts_with("[") && host.ends_with("]")) host = host.substr(1, host.size() - 2);
-  return {host, *port};
+std::string read_rendezvous_file(const std::string& path) {
+  struct stat status {};
+  if (stat(path.c_str(), &status) != 0) return "";
+  if (!S_ISREG(status.st_mode)) {
+    throw BadInput("rendezvous file://{0}: {0} is {1}; name a regular file, or a new one", path,
+                   kind_of_file(status.st_mode));
+  }
+  try {
+    return read_regular_file(path);
+  } catch (const BadInput&) {  // the file was removed or replaced concurrently
+    return "";
+  }
 }
 
 void write_private_file(const std::string& path, const std::string& text) {

@@ -13,16 +13,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <utility>
+#include <string_view>
 #include <vector>
 
 #include "collectives/net/reach.h"
@@ -57,6 +54,11 @@ struct RollCall {
   static RollCall decode(const std::string& text);  // throws CommError
   // Returns the ranks that did not answer: "no answer from rank 2; gone: rank 3"; "" if all ranks answered.
   std::string absent() const;
+  // Returns "; gone: rank 2; rank 3 is in call 17, ..., waiting for rank 1; ...": first the ranks that did
+  // not answer, then the chain of waits from the rank `waited_for` (-1: none) to the rank that caused the
+  // failure, then other ranks, all but `rank`. A state may end with kWaiting and a rank.
+  std::string activities(int rank, int waited_for) const;
+  static constexpr std::string_view kWaiting = ", waiting for rank ";
 };
 
 // Thrown if the server rejects this rank permanently; retrying does not help.
@@ -90,6 +92,9 @@ struct StoreLimits {
         key_bytes(std::max(size_t{64} << 20, static_cast<size_t>(world) << 20)) {}
 };
 
+// Returns the text with blanks in place of line ends.
+std::string one_line(std::string text);
+
 // How long ranks have to answer after a failure.
 inline constexpr std::chrono::milliseconds kRollTime{1000};
 
@@ -106,20 +111,31 @@ class StoreClient {
   // not answered the last request.
   ~StoreClient();
 
-  void set(const std::string& key, const std::string& value);
+  void set(const std::string& key, const std::string& value) {
+    request({Frame::Op::set, 0, key, value}, SteadyClock::now() + kPromptly);
+  }
   // Waits until the key is set, and returns the value. Throws CommError: "<what>: nothing after 500 ms".
   std::string get(const std::string& key, SteadyClock::time_point deadline, const std::string& what);
   // Returns the value, or "" while the key is not set. Waits only for the server's answer.
-  std::string look(const std::string& key);
+  std::string look(const std::string& key) {
+    return request({Frame::Op::look, 0, key, ""}, SteadyClock::now() + kPromptly).value;
+  }
   int64_t add(const std::string& key);
   // Removes a key that no rank will request again. Does not wait for an answer; a lost connection is detected
   // later.
-  void drop(const std::string& key);
+  void drop(const std::string& key) {
+    std::lock_guard lock(mutex_);
+    send_frame(command_, {Frame::Op::drop, 0, key, ""}, SteadyClock::now() + kPromptly);
+  }
   // Sends a message to rank 0 without waiting for an answer. Throws CommError if the connection is lost.
-  void send_message(const std::string& message);
+  void send_message(const std::string& message) {
+    std::lock_guard lock(mutex_);
+    const Frame frame{Frame::Op::message, 0, "", message};
+    require<CommError>(send_frame(command_, frame, SteadyClock::now() + kPromptly), kGone);
+  }
   // Makes rank 0's process print a line: "gradwire: rank 2 <text>". Returns false if the connection is lost.
   // Any thread may call it at any time.
-  bool note(const std::string& text);
+  bool note(const std::string& text) { return send_on_watch({Frame::Op::note, 0, "", one_line(text)}); }
 
   // Starts a thread that waits for the group's failure. The thread calls `on_failure` with the cause, at most
   // once, maybe before watch() returns. The thread then sends the server the text that `where` returns: this
@@ -139,7 +155,15 @@ class StoreClient {
  private:
   Frame request(Frame frame, SteadyClock::time_point deadline);
   void watch_until_closed(const std::function<void(const std::string& cause)>& fail);
-  bool send_on_watch(const Frame& frame);
+  bool send_on_watch(const Frame& frame) {
+    std::lock_guard lock(sending_watch_);
+    return send_frame(watch_, frame, SteadyClock::now() + kPromptly);
+  }
+
+  // Time limit for requests that the server answers at once. The limit is well below 5 s, within which every
+  // rank must report an error.
+  static constexpr Milliseconds kPromptly{2000};
+  static constexpr const char kGone[] = "rank 0, which runs the store, is gone";
 
   int world_;
   std::mutex mutex_;          // guards command_ and next_id_
@@ -153,151 +177,6 @@ class StoreClient {
   std::function<void(const std::string&)> on_failure_;
   std::function<std::string()> where_;
   Thread watcher_;
-};
-
-// The queue of messages from all ranks to rank 0 (store.h) that rank 0 has not taken yet.
-
-// The store server's thread adds messages; rank 0's other threads take messages.
-class MessageQueue {
- public:
-  MessageQueue(int world, const StoreLimits& limits)
-      : by_rank_(static_cast<size_t>(world)), bytes_of_(static_cast<size_t>(world)), limits_(limits) {}
-
-  // Adds a message of rank `rank`. Returns false if the message exceeds the limits.
-  bool add(int rank, std::string message) {
-    std::lock_guard lock(mutex_);
-    const size_t more = message.size() + kOverhead;
-    size_t& of_rank = bytes_of_[static_cast<size_t>(rank)];
-    if (of_rank + more > limits_.message_bytes_of_rank || bytes_ + more > limits_.message_bytes) return false;
-    of_rank += more;
-    bytes_ += more;
-    by_rank_[static_cast<size_t>(rank)].push_back(std::move(message));
-    changed_.notify_all();
-    return true;
-  }
-
-  // Waits for the oldest message of rank `from`. Returns nullopt at the deadline. Throws CommError if the
-  // group has failed and no message is left.
-  std::optional<std::string> take(int from, SteadyClock::time_point deadline) {
-    std::unique_lock lock(mutex_);
-    auto& messages = by_rank_.at(static_cast<size_t>(from));
-    wait_until(changed_, lock, deadline, [&] { return !messages.empty() || !failure_.empty(); });
-    if (messages.empty() && !failure_.empty()) throw CommError(failure_);
-    if (messages.empty()) return std::nullopt;
-    std::string message = std::move(messages.front());
-    messages.pop_front();
-    bytes_of_[static_cast<size_t>(from)] -= message.size() + kOverhead;
-    bytes_ -= message.size() + kOverhead;
-    return message;
-  }
-
-  // Notifies waiting threads that the group has failed.
-  void fail(const std::string& why) {
-    std::lock_guard lock(mutex_);
-    failure_ = why;
-    changed_.notify_all();
-  }
-  void fail_without_memory() noexcept {
-    std::lock_guard lock(mutex_);
-    if (failure_.empty()) failure_ = "no memory";  // short enough to need no allocation
-    changed_.notify_all();
-  }
-  // Returns the reason why the group has failed; "" if it has not.
-  std::string failure() {
-    std::lock_guard lock(mutex_);
-    return failure_;
-  }
-
- private:
-  static constexpr size_t kOverhead = 64;  // bookkeeping bytes counted for each message
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::deque<std::string>> by_rank_;
-  std::vector<size_t> bytes_of_;  // bytes of each rank's messages
-  size_t bytes_ = 0;              // bytes of all ranks' messages
-  const StoreLimits limits_;
-  std::string failure_;
-};
-
-// The keys of a rendezvous store (store.h), and the number of bytes that each rank has stored.
-
-// Thrown if a request of a rank exceeds the StoreLimits. The text completes a sentence whose subject is the
-// rank.
-class OverStoreLimit : public Error {
- public:
-  using Error::Error;
-};
-
-class StoreKeys {
- public:
-  StoreKeys(int world, const StoreLimits& limits) : limits_(limits), bytes_of_(static_cast<size_t>(world)) {}
-
-  // Sets the key's value. Throws OverStoreLimit.
-  void set(int rank, const std::string& key, const std::string& value) {
-    remove(values_, key);
-    const Owner owner = account(rank, key.size() + value.size());
-    values_[key] = {value, owner};
-  }
-  // Adds one to the key's count. Returns the new count. Throws OverStoreLimit.
-  int64_t add(int rank, const std::string& key) {
-    auto found = counts_.find(key);
-    if (found == counts_.end())
-      found = counts_.emplace(key, Entry<int64_t>{0, account(rank, key.size())}).first;
-    return ++found->second.content;
-  }
-  // Returns the key's value; null while the key is not set.
-  const std::string* value(const std::string& key) const {
-    const auto found = values_.find(key);
-    return found == values_.end() ? nullptr : &found->second.content;
-  }
-  // Removes the key's value and count.
-  void drop(const std::string& key) {
-    remove(values_, key);
-    remove(counts_, key);
-  }
-
- private:
-  static constexpr size_t kOverhead = 128;  // bookkeeping bytes counted for each key
-
-  struct Owner {
-    int rank = 0;
-    size_t bytes = 0;
-  };
-  template <typename T>
-  struct Entry {
-    T content = {};
-    Owner owner;  // the first rank that set the key or added to its count
-  };
-
-  Owner account(int rank, size_t content) {
-    const size_t bytes = content + kOverhead;
-    size_t& of_rank = bytes_of_[static_cast<size_t>(rank)];
-    if (of_rank + bytes > limits_.key_bytes_of_rank || bytes_ + bytes > limits_.key_bytes) {
-      throw OverStoreLimit(
-          "leaves more with rank 0 than it has room for: {} bytes in addition to its {} bytes and "
-          "the {} bytes of all ranks",
-          bytes, of_rank, bytes_);
-    }
-    of_rank += bytes;
-    bytes_ += bytes;
-    return {rank, bytes};
-  }
-
-  template <typename T>
-  void remove(std::map<std::string, Entry<T>>& entries, const std::string& key) {
-    const auto found = entries.find(key);
-    if (found == entries.end()) return;
-    bytes_of_[static_cast<size_t>(found->second.owner.rank)] -= found->second.owner.bytes;
-    bytes_ -= found->second.owner.bytes;
-    entries.erase(found);
-  }
-
-  const StoreLimits limits_;
-  std::map<std::string, Entry<std::string>> values_;
-  std::map<std::string, Entry<int64_t>> counts_;
-  std::vector<size_t> bytes_of_;  // bytes stored by each rank
-  size_t bytes_ = 0;              // bytes stored by all ranks
 };
 
 // How rank 0 publishes the location of its store to the other ranks.
@@ -323,20 +202,9 @@ struct StoreLocation {
   static StoreLocation parse(const std::string& text);
 };
 
-// Returns whether `text` has the form of a location published by rank 0.
-bool is_store_location(const std::string& text);
-
-// Returns callbacks that publish and read the location in the file `path`.
-RendezvousCallbacks file_callbacks(const std::string& path);
-// Removes the rendezvous file, unless a later group has reused the file name. Rank 0 calls it when rank 0
-// leaves. `secret`: the run's secret. `key`: the group's key.
-void remove_rendezvous_file(const std::string& path, const std::string& secret,
-                            const std::string& key) noexcept;
-
-// Return the path in file:///path and the endpoint in tcp://host:port. Throw BadInput if `rendezvous` is
-// invalid.
-std::string path_of_rendezvous(const std::string& rendezvous);
-Endpoint endpoint_of_rendezvous(const std::string& rendezvous);
+// Returns the content of a rendezvous file; "" until the file is readable. Throws BadInput if `path` is not a
+// regular file.
+std::string read_rendezvous_file(const std::string& path);
 
 // Writes a regular file that only this user can read (runtime/util/file.h). Throws BadInput if `path`
 // cannot be such a file, Error if writing fails.

@@ -6,6 +6,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
 #include <utility>
 
 #include "collectives/net/handshake.h"
@@ -21,43 +25,47 @@ namespace gradwire {
 using Op = Frame::Op;
 using Presence = RollCall::Presence;
 
-// The server's thread: one poll loop without blocking calls. Only this thread uses the members, except
-// messages_, stopping_ and wake_. The members form the state of one protocol, whose services share the peers
-// and the failure.
-class StoreServer::Loop {
+namespace {
+
+// Thrown if a request of a rank exceeds the StoreLimits. The text completes a sentence whose subject is the
+// rank.
+class OverStoreLimit : public Error {
  public:
-  Loop(Socket listener, int world, const std::string& key, const std::string& job, MessageQueue& messages,
-       const StoreLimits& limits, std::vector<Socket> invited)
+  using Error::Error;
+};
+
+}  // namespace
+
+// The server's thread: one poll loop without blocking calls. Only this thread uses the members, except
+// stopping_, wake_ and the members that mutex_ guards. The members form the state of one protocol, whose
+// services share the peers and the failure.
+struct StoreServer::Loop {
+  Loop(Socket listener, int world, const std::string& key, const std::string& job, const StoreLimits& limits,
+       std::vector<Socket> invited)
       : limits_(limits),
         world_(world),
         job_(job),
-        credentials_{key, kStorePurpose},
-        listener_(std::move(listener)),
+        listener_(std::move(listener), {key, kStorePurpose}),
         invited_(std::move(invited)),
-        messages_(messages),
-        keys_(world, limits),
-        notes_of_(static_cast<size_t>(world)) {
+        messages_(static_cast<size_t>(world)),
+        usage_(static_cast<size_t>(world)) {
     roll_.ranks.resize(static_cast<size_t>(world), {Presence::never_came, ""});
-  }
-
-  int port() const { return local_port(listener_); }
-
-  void stop() {
-    stopping_ = true;
-    wake_.set();
   }
 
   void run() {
     try {
       serve_until_stopped();
     } catch (const std::exception&) {  // no memory: the ranks detect that the store is gone
-      messages_.fail_without_memory();
+      {
+        std::lock_guard lock(mutex_);
+        if (failure_.empty()) failure_ = "no memory";  // short enough to need no allocation
+        changed_.notify_all();
+      }
       peers_.clear();
       listener_.close();
     }
   }
 
- private:
   struct Peer {
     Socket socket;
     int rank = 0;
@@ -66,6 +74,19 @@ class StoreServer::Loop {
     bool leaving = false;           // the peer has sent `bye`
     bool dead = false;
   };
+  // A key with its value or its count, and the first rank that set it.
+  struct Key {
+    std::string value = {};
+    int64_t count = 0;
+    int rank = 0;
+    size_t bytes = 0;
+  };
+  // What a rank has stored, and how many of its notes are printed.
+  struct Usage {
+    size_t key_bytes = 0, message_bytes = 0, notes = 0;
+  };
+  // Bookkeeping bytes counted for each key and each message.
+  static constexpr size_t kKeyOverhead = 128, kMessageOverhead = 64;
   // A request for a key that is not set yet.
   struct Waiting {
     Peer* peer;
@@ -76,7 +97,17 @@ class StoreServer::Loop {
   void serve_until_stopped() {
     while (true) {
       if (stopping_ && !closing_at_) closing_at_ = SteadyClock::now() + StoreServer::kLinger;
-      if (closing_at_ && (SteadyClock::now() >= *closing_at_ || only_rank_0_left())) return say_goodbye();
+      // All remaining watching peers are rank 0 or ranks that did not answer the roll call.
+      const bool only_rank_0_left = std::none_of(peers_.begin(), peers_.end(), [&](const auto& p) {
+        return p->watches && p->rank != 0 &&
+               !(roll_is_over() && roll_.ranks[p->rank].presence == Presence::silent);
+      });
+      if (closing_at_ && (SteadyClock::now() >= *closing_at_ || only_rank_0_left)) {
+        for (auto& peer : peers_) {
+          if (peer->watches && failure_.empty()) send(*peer, {Op::closing, 0, "", ""});
+        }
+        return;
+      }
       std::vector<pollfd> entries = {{wake_.fd(), POLLIN, 0}};
       for (const auto& peer : peers_) {
         entries.push_back(
@@ -85,8 +116,12 @@ class StoreServer::Loop {
       const size_t invited_at = entries.size();
       // A closed socket has the descriptor -1, which poll() ignores.
       for (const Socket& socket : invited_) entries.push_back({socket.fd(), POLLIN, 0});
-      pending_.add_entries(entries);
-      poll(entries.data(), entries.size(), milliseconds_to_next_event());
+      listener_.add_entries(entries);
+      auto next = SteadyClock::now() + listener_.tick();
+      if (closing_at_) next = std::min(next, *closing_at_);
+      if (roll_due_at_ && !roll_callers_.empty()) next = std::min(next, *roll_due_at_);
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - SteadyClock::now());
+      poll(entries.data(), entries.size(), static_cast<int>(std::max<int64_t>(0, left.count())));
       if (entries[0].revents != 0) wake_.clear();
       for (size_t i = 0; i < invited_.size(); ++i) {
         if (entries[invited_at + i].revents != 0) check_invited(i);
@@ -94,37 +129,16 @@ class StoreServer::Loop {
       for (size_t i = 0; i + 1 < invited_at; ++i) {
         if (entries[i + 1].revents != 0) serve(*peers_[i]);
       }
-      for (auto& caller : pending_.advance(entries, static_cast<size_t>(world_))) hello(std::move(caller));
-      for (const std::string& line : pending_.take_log()) print(0, line);
+      for (auto& caller : listener_.advance(entries, static_cast<size_t>(world_))) hello(std::move(caller));
+      for (const std::string& line : listener_.take_log()) print(0, line);
       // After the group has formed, the server needs no other connection; new connections are rejected or
       // wait.
-      if (!formed_at_ && !pending_.refused().empty()) fail("rank 0 " + pending_.refused());
+      if (!formed_at_ && !listener_.refused().empty()) fail("rank 0 " + listener_.refused());
       remove_dead_peers();
-      if (!roll_due_at_ || roll_is_over() || !roll_.any(Presence::silent)) answer_roll_calls();
+      if (roll_due_at_ && !roll_is_over() && roll_.any(Presence::silent)) continue;
+      for (const Waiting& caller : roll_callers_) reply(*caller.peer, caller.id, roll_.encode());
+      roll_callers_.clear();
     }
-  }
-
-  int milliseconds_to_next_event() const {
-    auto next = SteadyClock::now() + std::chrono::hours(1);
-    if (!pending_.empty()) next = SteadyClock::now() + kHandshakeTime / 5;
-    if (closing_at_) next = std::min(next, *closing_at_);
-    if (roll_due_at_ && !roll_callers_.empty()) next = std::min(next, *roll_due_at_);
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - SteadyClock::now());
-    return static_cast<int>(std::max<int64_t>(0, pending_.patience(left).count()));
-  }
-
-  void say_goodbye() {
-    for (auto& peer : peers_) {
-      if (peer->watches && failure_.empty()) send(*peer, {Op::closing, 0, "", ""});
-    }
-  }
-
-  // Returns whether all remaining watching peers are rank 0 or ranks that did not answer the roll call.
-  bool only_rank_0_left() const {
-    return std::none_of(peers_.begin(), peers_.end(), [&](const auto& p) {
-      return p->watches && p->rank != 0 &&
-             !(roll_is_over() && roll_.ranks[p->rank].presence == Presence::silent);
-    });
   }
 
   // Handles an invited process that has joined or died.
@@ -201,7 +215,7 @@ class StoreServer::Loop {
 
   // ---- Joining
 
-  void hello(PendingCallers::Caller caller) {
+  void hello(Listener::Caller caller) {
     if (caller.first.op != Op::hello) return;  // the caller is not a Gradwire client
     StoreHello me;
     try {
@@ -273,23 +287,23 @@ class StoreServer::Loop {
         set(peer, frame);
         break;
       case Op::get:
-        if (const std::string* found = keys_.value(frame.key)) return reply(peer, frame.id, *found);
+        if (values_.contains(frame.key)) return reply(peer, frame.id, values_[frame.key].value);
         if (!failure_.empty()) return refuse(peer, frame.id);
         defer(peer, frame, waiting_);
         break;
       case Op::add:
         // If a failed group still counted, some ranks could pass a barrier that other ranks cannot pass.
         if (!failure_.empty()) return refuse(peer, frame.id);
-        reply(peer, frame.id, fmt::format("{}", keys_.add(peer.rank, frame.key)));
+        if (!counts_.contains(frame.key)) insert(counts_, peer.rank, frame.key, "");
+        reply(peer, frame.id, fmt::format("{}", ++counts_[frame.key].count));
         break;
       case Op::drop:
-        keys_.drop(frame.key);
+        remove(values_, frame.key);
+        remove(counts_, frame.key);
         break;
-      case Op::look: {
-        const std::string* found = keys_.value(frame.key);
-        reply(peer, frame.id, found == nullptr ? "" : *found);
+      case Op::look:
+        reply(peer, frame.id, values_.contains(frame.key) ? values_[frame.key].value : "");
         break;
-      }
       case Op::note:
         print_note(peer.rank, std::move(frame.value));
         break;
@@ -307,11 +321,7 @@ class StoreServer::Loop {
         leave(peer);
         break;
       case Op::message:
-        if (!messages_.add(peer.rank, std::move(frame.value))) {
-          throw OverStoreLimit(
-              "has sent rank 0 more messages than it has room for: rank 0 has not taken the earlier "
-              "messages");
-        }
+        add_message(peer.rank, std::move(frame.value));
         break;
       default:
         throw CommError("not a request");
@@ -319,13 +329,65 @@ class StoreServer::Loop {
   }
 
   void set(Peer& peer, const Frame& frame) {
-    keys_.set(peer.rank, frame.key, frame.value);
+    remove(values_, frame.key);
+    insert(values_, peer.rank, frame.key, frame.value);
     reply(peer, frame.id, "");
     const auto first = std::stable_partition(waiting_.begin(), waiting_.end(),
                                              [&](const Waiting& w) { return w.key != frame.key; });
     const std::vector<Waiting> answered(first, waiting_.end());
     waiting_.erase(first, waiting_.end());
     for (const Waiting& w : answered) reply(*w.peer, w.id, frame.value);
+  }
+
+  // Adds a key and counts its bytes for the rank. Throws OverStoreLimit.
+  void insert(std::map<std::string, Key>& keys, int rank, const std::string& name, const std::string& value) {
+    const size_t bytes = name.size() + value.size() + kKeyOverhead;
+    size_t& used = usage_[static_cast<size_t>(rank)].key_bytes;
+    require<OverStoreLimit>(
+        used + bytes <= limits_.key_bytes_of_rank && key_bytes_ + bytes <= limits_.key_bytes,
+        "leaves more with rank 0 than it has room for: {} bytes in addition to its {} bytes and "
+        "the {} bytes of all ranks",
+        bytes, used, key_bytes_);
+    used += bytes;
+    key_bytes_ += bytes;
+    keys[name] = {value, 0, rank, bytes};
+  }
+
+  void remove(std::map<std::string, Key>& keys, const std::string& name) {
+    const auto found = keys.find(name);
+    if (found == keys.end()) return;
+    usage_[static_cast<size_t>(found->second.rank)].key_bytes -= found->second.bytes;
+    key_bytes_ -= found->second.bytes;
+    keys.erase(found);
+  }
+
+  // Queues a message to rank 0. Throws OverStoreLimit.
+  void add_message(int rank, std::string message) {
+    std::lock_guard lock(mutex_);
+    const size_t bytes = message.size() + kMessageOverhead;
+    size_t& used = usage_[static_cast<size_t>(rank)].message_bytes;
+    require<OverStoreLimit>(
+        used + bytes <= limits_.message_bytes_of_rank && message_bytes_ + bytes <= limits_.message_bytes,
+        "has sent rank 0 more messages than it has room for: rank 0 has not taken the earlier messages");
+    used += bytes;
+    message_bytes_ += bytes;
+    messages_[static_cast<size_t>(rank)].push_back(std::move(message));
+    changed_.notify_all();
+  }
+
+  // Returns the oldest message of rank `from`: see StoreServer::take_message().
+  std::optional<std::string> take_message(int from, SteadyClock::time_point deadline) {
+    std::unique_lock lock(mutex_);
+    auto& messages = messages_.at(static_cast<size_t>(from));
+    wait_until(changed_, lock, deadline, [&] { return !messages.empty() || !failure_.empty(); });
+    if (messages.empty() && !failure_.empty()) throw CommError(failure_);
+    if (messages.empty()) return std::nullopt;
+    std::string message = std::move(messages.front());
+    messages.pop_front();
+    const size_t bytes = message.size() + kMessageOverhead;
+    usage_[static_cast<size_t>(from)].message_bytes -= bytes;
+    message_bytes_ -= bytes;
+    return message;
   }
 
   void leave(Peer& peer) {
@@ -357,7 +419,7 @@ class StoreServer::Loop {
   // long notes.
   void print_note(int rank, std::string text) {
     constexpr size_t kMostCharacters = 1000;
-    size_t& printed = notes_of_[static_cast<size_t>(rank)];
+    size_t& printed = usage_[static_cast<size_t>(rank)].notes;
     if (printed == limits_.notes_of_rank) return;
     if (text.size() > kMostCharacters) text.resize(kMostCharacters);
     std::replace_if(
@@ -369,8 +431,11 @@ class StoreServer::Loop {
 
   void fail(const std::string& why) {
     if (!failure_.empty()) return;
-    failure_ = why;
-    messages_.fail(why);
+    {
+      std::lock_guard lock(mutex_);
+      failure_ = why;
+      changed_.notify_all();
+    }
     roll_due_at_ = SteadyClock::now() + kRollTime;
     for (auto& peer : peers_) {
       if (peer->watches) send(*peer, {Op::failed, 0, "", failure_});
@@ -381,11 +446,6 @@ class StoreServer::Loop {
   }
 
   bool roll_is_over() const { return roll_due_at_ && SteadyClock::now() >= *roll_due_at_; }
-
-  void answer_roll_calls() {
-    for (const Waiting& caller : roll_callers_) reply(*caller.peer, caller.id, roll_.encode());
-    roll_callers_.clear();
-  }
 
   void remove_dead_peers() {
     for (auto& peer : peers_) {
@@ -403,43 +463,51 @@ class StoreServer::Loop {
   const StoreLimits limits_;
   const int world_;
   const std::string job_;
-  const Credentials credentials_;
-  Socket listener_;
-  PendingCallers pending_{listener_, credentials_};
+  Listener listener_;
   std::vector<Socket> invited_;  // each socket is closed once its process has joined
   WakeEvent wake_;
   std::atomic<bool> stopping_{false};
   std::vector<std::unique_ptr<Peer>> peers_;
-  MessageQueue& messages_;
-  StoreKeys keys_;
-  std::vector<size_t> notes_of_;  // number of printed notes, by rank
+  std::map<std::string, Key> values_, counts_;
+  size_t key_bytes_ = 0;  // bytes of all ranks' keys
   std::vector<Waiting> waiting_, roll_callers_;
-  std::string failure_;
   RollCall roll_;
   // roll_due_at_: the time until which ranks may answer after a failure.
   std::optional<SteadyClock::time_point> roll_due_at_, closing_at_, formed_at_;
+
+  // Guards the messages to rank 0 that rank 0 has not taken, and their bytes. Only this object's thread
+  // changes failure_, with the lock.
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::deque<std::string>> messages_;  // by rank
+  size_t message_bytes_ = 0;                       // bytes of all ranks' messages
+  std::vector<Usage> usage_;
+  std::string failure_;
 };
 
 StoreServer::StoreServer(Socket listener, int world, const std::string& key, const std::string& job,
                          const StoreLimits& limits, std::vector<Socket> invited)
-    : messages_(std::make_unique<MessageQueue>(world, limits)),
-      loop_(std::make_unique<Loop>(std::move(listener), world, key, job, *messages_, limits,
-                                   std::move(invited))),
-      port_(loop_->port()) {
+    : loop_(std::make_unique<Loop>(std::move(listener), world, key, job, limits, std::move(invited))) {
   thread_ = Thread("the thread of the store", [this] { loop_->run(); });
 }
 
 StoreServer::~StoreServer() {
-  loop_->stop();
+  loop_->stopping_ = true;
+  loop_->wake_.set();
   thread_.join();
 }
 
+int StoreServer::port() const {
+  return local_port(loop_->listener_.socket());
+}
+
 std::optional<std::string> StoreServer::take_message(int from, SteadyClock::time_point deadline) {
-  return messages_->take(from, deadline);
+  return loop_->take_message(from, deadline);
 }
 
 std::string StoreServer::failure() const {
-  return messages_->failure();
+  std::lock_guard lock(loop_->mutex_);
+  return loop_->failure_;
 }
 
 }  // namespace gradwire

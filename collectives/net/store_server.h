@@ -13,8 +13,6 @@
 
 namespace gradwire {
 
-class MessageQueue;
-
 class StoreServer {
  public:
   // Serves `listener`. Rejects connections that do not prove that they know `key` (handshake.h), with a line
@@ -27,7 +25,7 @@ class StoreServer {
               const StoreLimits& limits, std::vector<Socket> invited = {});
   // Gives the other ranks time for their last requests and their departures, then announces the shutdown.
   ~StoreServer();
-  int port() const { return port_; }
+  int port() const;
 
   // Waits for the oldest message of rank `from`. Returns nullopt at the deadline. Throws CommError if the
   // group fails. Any thread may call it.
@@ -44,10 +42,8 @@ class StoreServer {
   static constexpr std::chrono::milliseconds kForming{3000};
 
  private:
-  class Loop;
-  std::unique_ptr<MessageQueue> messages_;
+  struct Loop;
   std::unique_ptr<Loop> loop_;
-  int port_ = 0;
   Thread thread_;
 };
 

@@ -53,9 +53,8 @@ class Meter {
     return fit([](size_t all) { return all / 4 * 4; }, bytes,
                [&](size_t size) {
                  return [this, size, sent = static_cast<uint64_t>(bytes(size))] {
-                   transport_.native_allreduce()->allreduce(stream_, out_.as<float>(), in_.as<float>(),
-                                                            static_cast<int64_t>(size / 4), false, sent,
-                                                            label_.what);
+                   transport_.allreduce(stream_, out_.as<float>(), in_.as<float>(),
+                                        static_cast<int64_t>(size / 4), false, sent, label_.what);
                  };
                });
   }
@@ -206,7 +205,7 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
   };
   const bool nodes = ranks_per_node > 1 && ranks_per_node < world;
   {
-    costs.library_measured = transport.native_allreduce() != nullptr;
+    costs.library_measured = transport.has_allreduce();
     const int patterns = 2 + (nodes ? 2 : 0) + (costs.library_measured ? 1 : 0);
     Meter meter(transport, stream, ranks_per_node, limit / 1us / patterns, most_bytes);
     const auto all = others(0, world, 1);

@@ -16,7 +16,7 @@ class ProgramExecutor::Run {
  public:
   Run(ProgramExecutor& executor, const Stream& stream, const Stream& transfers, BucketPhases* phases)
       : executor_(executor),
-        early_(executor.plan_.transport.early_exchange()),
+        transport_(executor.plan_.transport),
         stream_(stream),
         transfers_(transfers),
         phases_(phases) {
@@ -28,13 +28,9 @@ class ProgramExecutor::Run {
 
   void start(const Exchange& exchange) {
     if (started_ == 0) executor_.enter(phases_, stream_, Phase::communicate);
-    if (!exchange.early || early_ == nullptr) finish_until(started_);
+    if (!exchange.early || !transport_.has_early_exchange()) finish_until(started_);
     if (started_ == finished_) open_span(started_);
-    if (early_ != nullptr) {
-      early_->begin_exchange(transfers_, exchange.transfers, exchange.label);
-    } else {
-      executor_.plan_.transport.exchange(transfers_, exchange.transfers, exchange.label);
-    }
+    transport_.begin_exchange(transfers_, exchange.transfers, exchange.label);
     finish_until(started_++);
   }
 
@@ -54,7 +50,7 @@ class ProgramExecutor::Run {
   // Enqueues the ends of the first `count` exchanges.
   void finish_until(int count) {
     for (; finished_ < count; ++finished_) {
-      if (early_ != nullptr) early_->end_exchange(transfers_);
+      transport_.end_exchange(transfers_);
       const int next = finished_ + 1;
       // Close the span before the event that readers of the span wait for.
       if (next == executor_.info_.exchanges || next % executor_.exchanges_per_span() == 0) span_.reset();
@@ -80,7 +76,7 @@ class ProgramExecutor::Run {
   }
 
   ProgramExecutor& executor_;
-  EarlyExchange* const early_;  // null: exchanges run one after another
+  Transport& transport_;
   const Stream &stream_, &transfers_;
   BucketPhases* const phases_;
   Tracer* tracer_ = nullptr;        // null: not recording
@@ -138,8 +134,8 @@ void ProgramExecutor::call_library(const Stream& stream) const {
   if (plan_.count == 0) return;
   const float scale = plan_.options.scale;
   const bool mean = scale == 1.0f / static_cast<float>(plan_.schedule.world);
-  plan_.transport.native_allreduce()->allreduce(stream, memory_.in, memory_.out, plan_.count, mean,
-                                                static_cast<uint64_t>(info_.bytes_sent), plan_.call.what);
+  plan_.transport.allreduce(stream, memory_.in, memory_.out, plan_.count, mean,
+                            static_cast<uint64_t>(info_.bytes_sent), plan_.call.what);
   if (mean || scale == 1.0f) return;
   fp32_reduce(stream, {.own = memory_.out, .out = memory_.out, .scale = scale, .count = plan_.count});
 }

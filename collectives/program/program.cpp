@@ -176,7 +176,7 @@ bool library_serves(Transport& transport, const Schedule& schedule, const Progra
     throw BadInput("{}: schedule=nccl adds FP32, not {}; use wire format fp32, or another schedule",
                    options.what, options.wire->name);
   }
-  if (const std::string obstacle = transport.native_allreduce_obstacle(); !obstacle.empty())
+  if (const std::string obstacle = transport.allreduce_obstacle(); !obstacle.empty())
     throw BadInput("{}: schedule=nccl: {}", options.what, obstacle);
   return true;
 }

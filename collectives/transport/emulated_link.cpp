@@ -27,17 +27,15 @@ constexpr std::array<Unit, 4> kRates{{{"Tbit", 1e12}, {"Gbit", 1e9}, {"Mbit", 1e
 constexpr std::array<Unit, 3> kDelays{{{"s", 1e9}, {"ms", 1e6}, {"us", 1e3}}};
 constexpr std::array<Unit, 4> kSizes{{{"MiB", 1 << 20}, {"MB", 1e6}, {"KiB", 1 << 10}, {"kB", 1e3}}};
 
-bool same_word(std::string_view a, std::string_view b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](unsigned char x, unsigned char y) { return std::tolower(x) == std::tolower(y); });
-}
-
 // Returns the value of a number with a unit; nullopt if the text is anything else.
 template <size_t N>
 std::optional<double> value_of(std::string_view text, const std::array<Unit, N>& units) {
   const size_t digits = std::min(text.find_first_not_of("0123456789."), text.size());
   for (const Unit& unit : units) {
-    if (!same_word(text.substr(digits), unit.name)) continue;
+    const std::string_view word = text.substr(digits), name = unit.name;
+    if (!std::equal(word.begin(), word.end(), name.begin(), name.end(),
+                    [](unsigned char a, unsigned char b) { return std::tolower(a) == std::tolower(b); }))
+      continue;
     const auto number = parse_number<double>(text.substr(0, digits), 0.0, 1e9);
     if (number) return *number * unit.factor;
   }
@@ -73,17 +71,14 @@ EmulatedLink EmulatedLink::parse(const std::string& text) {
         "100Mbit, 1Gbit,20ms or 1Gbit,then=100Mbit@20s",
         text, part, what);
   };
-  const auto value = [&](size_t part, const auto& units, double least, double most, const char* what) {
-    return checked(parts[part], units, least, most, what);
-  };
   constexpr const char* kRate = "a rate from 100kbit to 1Tbit";
-  EmulatedLink link{.bits_per_s = value(0, kRates, kLeastRate, kMostRate, kRate)};
+  EmulatedLink link{.bits_per_s = checked(parts[0], kRates, kLeastRate, kMostRate, kRate)};
   if (count > 1) {
-    link.delay =
-        std::chrono::nanoseconds(std::llround(value(1, kDelays, 0, kMostDelay, "a delay from 0us to 10s")));
+    link.delay = std::chrono::nanoseconds(
+        std::llround(checked(parts[1], kDelays, 0, kMostDelay, "a delay from 0us to 10s")));
   }
   if (count > 2)
-    link.burst = static_cast<size_t>(value(2, kSizes, 0, kMostBurst, "a burst from 0kB to 1000MB"));
+    link.burst = static_cast<size_t>(checked(parts[2], kSizes, 0, kMostBurst, "a burst from 0kB to 1000MB"));
   if (change != whole.npos) {
     const std::string_view then = whole.substr(change + kThen.size());
     const size_t at = std::min(then.find('@'), then.size());
@@ -110,20 +105,6 @@ std::string EmulatedLink::to_string() const {
   return text;
 }
 
-double EmulatedLink::payload_bytes_per_us() const {
-  return bits_per_s / 8e6 * kPacketPayload / (kPacketPayload + kPacketHeaders);
-}
-
-double EmulatedLink::bits_per_s_at(std::chrono::steady_clock::time_point time) const {
-  const bool changed =
-      then_bits_per_s > 0 && since != std::chrono::steady_clock::time_point{} && time >= since + then_after;
-  return changed ? then_bits_per_s : bits_per_s;
-}
-
-bool EmulatedLink::between(int a, int b) const {
-  return ranks_per_node < 2 || a / ranks_per_node != b / ranks_per_node;
-}
-
 namespace {
 
 using std::chrono::nanoseconds;
@@ -135,16 +116,13 @@ constexpr size_t kMostPackets = 45;              // of a turn, about as many as 
 // receiver notices arrivals late if the machine is busy, which must not lower the rate.
 constexpr nanoseconds kReceiveBurst = std::chrono::milliseconds(4);
 
-size_t on_wire(size_t bytes) {
-  return bytes + (bytes + kPacketPayload - 1) / kPacketPayload * kPacketHeaders;
-}
-
 double slowest(const EmulatedLink& link) {
   return link.then_bits_per_s > 0 ? std::min(link.bits_per_s, link.then_bits_per_s) : link.bits_per_s;
 }
 
 nanoseconds occupied(size_t bytes, double bits_per_s) {
-  return nanoseconds(std::llround(static_cast<double>(on_wire(bytes)) * 8e9 / bits_per_s));
+  const size_t on_wire = bytes + (bytes + kPacketPayload - 1) / kPacketPayload * kPacketHeaders;
+  return nanoseconds(std::llround(static_cast<double>(on_wire) * 8e9 / bits_per_s));
 }
 
 size_t turn_of(const EmulatedLink& link) {
@@ -169,15 +147,11 @@ LinkPacer::LinkPacer(const EmulatedLink& link, int world)
   for (int r = 0; r < world; ++r) turns_[static_cast<size_t>(r)] = (r + 1) % world;
 }
 
-nanoseconds LinkPacer::duration(size_t bytes) const {
-  return occupied(bytes, link_.bits_per_s);
-}
-
 nanoseconds LinkPacer::duration(size_t bytes, Time time) const {
   return occupied(bytes, link_.bits_per_s_at(time));
 }
 
-LinkPacer::Time LinkPacer::pass(Bucket& bucket, size_t bytes, Time ready) const {
+LinkPacer::Time LinkPacer::pass(Time& bucket, size_t bytes, Time ready) const {
   const Time start = std::max(bucket, ready);
   bucket = start + duration(bytes, start);
   return std::max(ready, bucket - burst_);
@@ -196,11 +170,11 @@ void LinkPacer::post(Flow& flow, Time now) {
   // messages that are posted at the same time take their turns in the order of next_of().
   advance(now - nanoseconds(1));
   flow.left_ = flow.bytes;
-  queue(flow.from, flow.to).push_back(&flow);
+  queues_[pair(flow.from, flow.to)].push_back(&flow);
 }
 
 void LinkPacer::withdraw(Flow& flow) {
-  if (flow.left_ > 0) std::erase(queue(flow.from, flow.to), &flow);
+  if (flow.left_ > 0) std::erase(queues_[pair(flow.from, flow.to)], &flow);
   flow.left_ = 0;
 }
 
@@ -220,7 +194,7 @@ LinkPacer::Time LinkPacer::earliest(const Flow& flow, size_t bytes) const {
   }
   // The bytes have yet to enter the sender's bucket, after the messages before this message.
   size_t ahead = wanted - (flow.bytes - flow.left_);
-  for (const Flow* earlier : queue(flow.from, flow.to)) {
+  for (const Flow* earlier : queues_[pair(flow.from, flow.to)]) {
     if (earlier == &flow) break;
     ahead += earlier->left_;
   }
@@ -232,7 +206,7 @@ LinkPacer::Time LinkPacer::earliest(const Flow& flow, size_t bytes) const {
 
 LinkPacer::Flow* LinkPacer::next_of(int from) const {
   for (int i = 0; i < world_; ++i) {
-    const auto& waiting = queue(from, (turns_[static_cast<size_t>(from)] + i) % world_);
+    const auto& waiting = queues_[pair(from, (turns_[static_cast<size_t>(from)] + i) % world_)];
     if (!waiting.empty()) return waiting.front();
   }
   return nullptr;
@@ -265,7 +239,7 @@ void LinkPacer::take_turn(Flow& flow, Time start) {
   flow.left_ -= bytes;
   flow.arrivals_.push_back({std::max(received, sent + link_.delay), flow.bytes - flow.left_});
   turns_[static_cast<size_t>(flow.from)] = (flow.to + 1) % world_;
-  if (flow.left_ == 0) queue(flow.from, flow.to).pop_front();
+  if (flow.left_ == 0) queues_[pair(flow.from, flow.to)].pop_front();
 }
 
 size_t LinkPacer::may_receive(int rank, Time now) const {
@@ -283,7 +257,7 @@ LinkPacer::Time LinkPacer::may_receive_at(int rank) const {
 void LinkPacer::received(int rank, size_t bytes, Time now) {
   // Reads do not follow the packets' borders, so headers count by share.
   const double packets = static_cast<double>(bytes) / static_cast<double>(kPacketPayload);
-  Bucket& bucket = in_[static_cast<size_t>(rank)];
+  Time& bucket = in_[static_cast<size_t>(rank)];
   bucket = std::max(bucket, now) +
            nanoseconds(std::llround(packets * static_cast<double>(duration(kPacketPayload, now).count())));
 }

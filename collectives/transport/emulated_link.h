@@ -32,10 +32,16 @@ struct EmulatedLink {
   // Returns the text that parse() reads, in the largest units: "100Mbit" for 100000kbit.
   std::string to_string() const;
   // Returns the rate of payload in large messages before a change, in bytes per microsecond.
-  double payload_bytes_per_us() const;
-  double bits_per_s_at(std::chrono::steady_clock::time_point time) const;
+  double payload_bytes_per_us() const {
+    return bits_per_s / 8e6 * kPacketPayload / (kPacketPayload + kPacketHeaders);
+  }
+  double bits_per_s_at(std::chrono::steady_clock::time_point time) const {
+    const bool changed =
+        then_bits_per_s > 0 && since != std::chrono::steady_clock::time_point{} && time >= since + then_after;
+    return changed ? then_bits_per_s : bits_per_s;
+  }
   // Returns whether messages between two ranks pass through their links.
-  bool between(int a, int b) const;
+  bool between(int a, int b) const { return ranks_per_node < 2 || a / ranks_per_node != b / ranks_per_node; }
 };
 
 // Emulates slow links between ranks on the host: paces messages as a full-duplex Ethernet link of each rank
@@ -93,19 +99,14 @@ class LinkPacer {
 
   // Returns the number of bytes that pass at once in one turn of a message.
   size_t turn_bytes() const { return turn_; }
-  // Return the time for which `bytes` bytes of payload occupy a link before its rate changes, or at `time`.
-  std::chrono::nanoseconds duration(size_t bytes) const;
-  std::chrono::nanoseconds duration(size_t bytes, Time time) const;
+  // Returns the time for which `bytes` bytes of payload occupy a link at `time`; without a time, before its
+  // rate changes.
+  std::chrono::nanoseconds duration(size_t bytes, Time time = {}) const;
 
  private:
-  // The time at which a bucket is full again.
-  using Bucket = Time;
   // Returns when `bytes` that are ready at `ready` have passed.
-  Time pass(Bucket& bucket, size_t bytes, Time ready) const;
-  std::deque<Flow*>& queue(int from, int to) { return queues_[static_cast<size_t>(from * world_ + to)]; }
-  const std::deque<Flow*>& queue(int from, int to) const {
-    return queues_[static_cast<size_t>(from * world_ + to)];
-  }
+  Time pass(Time& bucket, size_t bytes, Time ready) const;
+  size_t pair(int from, int to) const { return static_cast<size_t>(from * world_ + to); }
   // Returns the next message of a sender; null if it has none.
   Flow* next_of(int from) const;
   void advance(Time now);
@@ -116,7 +117,7 @@ class LinkPacer {
   const size_t turn_;
   const std::chrono::nanoseconds burst_;  // the time in which an empty bucket fills up
   const std::chrono::nanoseconds receive_burst_;
-  std::vector<Bucket> out_, in_;           // by rank
+  std::vector<Time> out_, in_;             // the times at which the buckets are full again, by rank
   std::vector<int> turns_;                 // by sender: the receiver whose turn is next
   std::vector<std::deque<Flow*>> queues_;  // by sender and receiver
 };

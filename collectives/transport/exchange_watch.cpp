@@ -42,10 +42,6 @@ std::string pending_text(const std::vector<Transfer>& transfers) {
   return fmt::format("{}{}{} pending", in, in.empty() || out.empty() ? "" : " and ", out);
 }
 
-void ExchangesInFlight::add(std::unique_ptr<ExchangeMark> mark, WatchedExchange exchange) {
-  entries_.push_back({.mark = std::move(mark), .exchange = std::move(exchange)});
-}
-
 std::optional<std::string> ExchangesInFlight::overdue(Time now) {
   std::optional<std::string> text;
   for (auto at = entries_.begin(); at != entries_.end();) {
@@ -94,14 +90,6 @@ std::string ExchangesInFlight::standing() const {
   }
   if (last_.number == 0) return "not in an exchange yet";
   return "not in an exchange; its last was " + name_of(last_);
-}
-
-bool ExchangesInFlight::active() const {
-  return !entries_.empty();
-}
-
-bool ExchangesInFlight::unfinished() const {
-  return std::any_of(entries_.begin(), entries_.end(), [](const Entry& e) { return !e.mark->repeats(); });
 }
 
 bool run_with_deadline(std::function<void()> call, RunningClock::time_point deadline,

@@ -6,6 +6,7 @@
 // exchange was first seen running: from then on the exchange waits only for its peers.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -76,7 +77,9 @@ class ExchangesInFlight {
   using Time = RunningClock::time_point;
   explicit ExchangesInFlight(std::chrono::milliseconds timeout) : timeout_(timeout) {}
 
-  void add(std::unique_ptr<ExchangeMark> mark, WatchedExchange exchange);
+  void add(std::unique_ptr<ExchangeMark> mark, WatchedExchange exchange) {
+    entries_.push_back({.mark = std::move(mark), .exchange = std::move(exchange)});
+  }
   // Polls every mark and drops finished marks. Returns the error text of the oldest exchange that has been
   // running for longer than the timeout; nullopt if no exchange is overdue.
   std::optional<std::string> overdue(Time now);
@@ -89,10 +92,12 @@ class ExchangesInFlight {
   // Returns finished marks, for reuse.
   std::vector<std::unique_ptr<ExchangeMark>> take_spare() { return std::move(spare_); }
   // Returns whether any exchange needs frequent polling.
-  bool active() const;
+  bool active() const { return !entries_.empty(); }
   // Returns whether any exchange had not ended at the last overdue(). Ignores captured exchanges, which may
   // run again.
-  bool unfinished() const;
+  bool unfinished() const {
+    return std::any_of(entries_.begin(), entries_.end(), [](const Entry& e) { return !e.mark->repeats(); });
+  }
 
  private:
   struct Entry {

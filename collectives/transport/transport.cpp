@@ -9,60 +9,71 @@
 namespace gradwire {
 namespace {
 
+using std::chrono::milliseconds;
+
 constexpr const char* kRemedy = "start one process per rank (torchrun, srun or mpirun)";
 
 }  // namespace
 
 std::unique_ptr<Transport> Transport::split(const std::vector<int>&) {
-  throw BadInput("the {} transport cannot be split", name());
+  throw BadInput("the {} transport cannot be split", name_);
 }
 
-std::string Transport::native_allreduce_obstacle() {
-  if (native_allreduce() != nullptr) return "";
+std::string Transport::allreduce_obstacle() const {
+  if (has_allreduce()) return "";
   return fmt::format(
       "over the {} transport there is no NCCL; start a process for each GPU (torchrun, srun or mpirun), or "
       "use schedule=auto",
-      name());
+      name_);
 }
 
-MessagesToRankZero& require_messages(Transport& transport) {
-  if (MessagesToRankZero* found = transport.messages()) return *found;
-  throw Error("the {} transport carries no messages; {}", transport.name(), kRemedy);
+void Transport::allreduce(const Stream&, const float*, float*, int64_t, bool, uint64_t, const std::string&) {
+  throw BadInput(allreduce_obstacle());
 }
 
-ElasticGroup& require_elastic(Transport& transport) {
-  if (ElasticGroup* found = transport.elastic()) return *found;
-  throw BadInput("the {} transport cannot continue when ranks die; {}", transport.name(), kRemedy);
+void Transport::send_message(const std::string&) {
+  take_message(0);
 }
 
-Admission& require_admission(Transport& transport) {
-  if (Admission* found = transport.admission()) return *found;
-  throw BadInput("no new ranks can join over the {} transport; {}", transport.name(),
-                 "use processes on the host (transport tcp)");
+std::string Transport::take_message(int) {
+  throw Error("the {} transport carries no messages; {}", name_, kRemedy);
 }
 
-using std::chrono::milliseconds;
+std::unique_ptr<Transport> Transport::regroup(milliseconds, std::vector<int>&) {
+  throw BadInput("the {} transport cannot continue when ranks die; {}", name_, kRemedy);
+}
+
+void Transport::open_admission(int, std::function<std::string(const std::string&)>) {
+  grow();
+}
+
+std::string Transport::invitation() const {
+  throw BadInput("no new ranks can join over the {} transport; use processes on the host (transport tcp)",
+                 name_);
+}
+
+std::unique_ptr<Transport> Transport::grow() {
+  throw BadInput(invitation());
+}
 
 void require_regroupable(bool shrinkable, bool has_quorum) {
-  if (!shrinkable) {
-    throw BadInput(
-        "the group was not created to continue without some of its ranks; set gw_comm_options.shrinkable");
-  }
-  if (!has_quorum)
-    throw BadInput("the survivors of this group have formed a new one already; use the new one");
+  require(shrinkable,
+          "the group was not created to continue without some of its ranks; set gw_comm_options.shrinkable");
+  require(has_quorum, "the survivors of this group have formed a new one already; use the new one");
 }
 
 void require_contact(int rank, int other, const std::string& contact) {
-  if (!contact.empty()) return;
-  throw CommError(
+  require<CommError>(
+      !contact.empty(),
       "rank {} continues without ranks that fail, rank {} does not: gw_comm_options.shrinkable "
       "must be the same on every rank",
       rank, other);
 }
 
-std::unique_ptr<Transport> regroup_survivors(Quorum& quorum, const GroupOptions& failed,
-                                             const std::string& address, milliseconds timeout,
-                                             std::vector<int>& survivors, const FormGroup& form) {
+std::unique_ptr<Transport> regroup_survivors(
+    Quorum& quorum, const GroupOptions& failed, const std::string& address, milliseconds timeout,
+    std::vector<int>& survivors,
+    const std::function<std::unique_ptr<Transport>(const GroupOptions&, const std::vector<int>&)>& form) {
   constexpr milliseconds kFormAgain{5000};
   constexpr int kJoiner = -1;  // marks a rank that is not a rank of the old group
   // Repeat failed attempts to form a group until this time.

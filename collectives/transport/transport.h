@@ -9,8 +9,8 @@
 // throws CommError and notifies the other ranks. Their pending and later exchanges also throw. On a host
 // stream, synchronize() throws the error.
 //
-// Some transports have further capabilities. Each capability has a method that returns a pointer; null means
-// that the transport lacks the capability.
+// Some transports have further operations. On a transport that lacks an operation, the operation throws
+// BadInput that names the transport and the remedy.
 #pragma once
 
 #include <atomic>
@@ -79,83 +79,6 @@ class Waits {
   std::vector<std::atomic<int64_t>> nanoseconds_;
 };
 
-// Capability: an exchange in two parts, so that the next exchange can be posted while an exchange is in
-// flight. At most two may be in flight. The second exchange must neither send data that the first exchange
-// receives nor receive into memory that the first exchange reads or writes.
-class EarlyExchange {
- public:
-  virtual ~EarlyExchange() = default;
-  // Posts an exchange; the stream continues before the exchange is done. The arguments are those of
-  // Transport::exchange().
-  virtual void begin_exchange(const Stream& stream, const std::vector<Transfer>& transfers,
-                              const ExchangeLabel& label) = 0;
-  // Makes the stream wait for the oldest exchange that has not ended. Work after this call sees the
-  // exchange's result.
-  virtual void end_exchange(const Stream& stream) = 0;
-};
-
-// Capability: an allreduce that the transport's library implements.
-class NativeAllreduce {
- public:
-  virtual ~NativeAllreduce() = default;
-  // Enqueues an allreduce: `out` becomes the sum of all ranks' `in`, or the mean, with the same bits on all
-  // ranks. `in` and `out` are (count) floats on the transport's device and may be the same memory. The
-  // allreduce has an exchange's deadline. Counts `bytes` as sent. `what` must stay valid until the stream has
-  // passed this point.
-  virtual void allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean,
-                         uint64_t bytes, const std::string& what) = 0;
-};
-
-// Capability: short messages to rank 0, separate from the exchanges, for reports. Any thread may send and
-// take messages.
-class MessagesToRankZero {
- public:
-  virtual ~MessagesToRankZero() = default;
-  // Sends a message to rank 0. Does not block.
-  virtual void send_message(const std::string& message) = 0;
-  // Blocks rank 0 until a message of rank `from` arrives, and returns the message. Each rank's messages
-  // arrive in order. Throws CommError at the timeout.
-  virtual std::string take_message(int from) = 0;
-};
-
-class Transport;
-
-// Capability: the group can continue after ranks die. The methods throw BadInput if the group was created
-// without this capability.
-class ElasticGroup {
- public:
-  virtual ~ElasticGroup() = default;
-  // Returns a new group of the survivors of a failed group. Fails the group if the group has not failed.
-  // `survivors` gets the survivors' old ranks, ascending, which is the order in the new group. If grow() had
-  // completed on some ranks but not on this rank, a survivor can be a new rank, with -1 as its old rank.
-  // Collective over the survivors, which determine their members themselves. Throws CommError if this rank
-  // was left out, if too few ranks answer, or if a survivor does not call regroup() within `timeout`.
-  virtual std::unique_ptr<Transport> regroup(std::chrono::milliseconds timeout,
-                                             std::vector<int>& survivors) = 0;
-};
-
-// Capability: the group can admit new ranks. The methods throw BadInput if the group was created without this
-// capability.
-class Admission {
- public:
-  virtual ~Admission() = default;
-  // Opens admission: joiners may wait while ranks and joiners are fewer than `most`. `validate` gets a
-  // joiner's description of itself and returns why the joiner is rejected, or ""; a thread of the transport
-  // calls `validate`. Stays in effect for the groups that follow this group.
-  virtual void open_admission(int most, std::function<std::string(const std::string& about)> validate) = 0;
-  // Closes admission and notifies waiting joiners that the run has ended.
-  virtual void close_admission() = 0;
-  // Returns how many joiners wait; 0 except on the group's rank 0.
-  virtual int waiting_joiners() const = 0;
-  // Returns where joiners find the group's ranks; "" if the group was not created for joiners. The text may
-  // contain a secret, so only joiners may read it.
-  virtual std::string invitation() const = 0;
-  // Returns a new group of the same ranks followed by the waiting joiners. Returns null if the new group has
-  // not formed; this group then continues. After a success, this group can only be destroyed. Collective;
-  // blocks, for seconds if a joiner stops answering. Throws CommError if this group fails.
-  virtual std::unique_ptr<Transport> grow() = 0;
-};
-
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -192,16 +115,70 @@ class Transport {
   // capture.
   virtual std::string capture_obstacle() const { return ""; }
 
-  // Return the capability; null if the transport lacks it.
-  virtual EarlyExchange* early_exchange() { return nullptr; }
-  virtual NativeAllreduce* native_allreduce() { return nullptr; }
-  virtual MessagesToRankZero* messages() { return nullptr; }
-  virtual ElasticGroup* elastic() { return nullptr; }
-  virtual Admission* admission() { return nullptr; }
+  // ---- An exchange in two parts, so that the next exchange can be posted while an exchange is in flight. At
+  // most two may be in flight. The second exchange must neither send data that the first exchange receives
+  // nor receive into memory that the first exchange reads or writes.
 
-  // Returns why native_allreduce() is null, and the alternative; "" if native_allreduce() is not null. The
-  // result is the same on all ranks.
-  std::string native_allreduce_obstacle();
+  // Returns whether a second exchange can be posted while an exchange is in flight.
+  virtual bool has_early_exchange() const { return false; }
+  // Posts an exchange; the stream continues before the exchange is done. The arguments are those of
+  // exchange().
+  virtual void begin_exchange(const Stream& stream, const std::vector<Transfer>& transfers,
+                              const ExchangeLabel& label) {
+    exchange(stream, transfers, label);
+  }
+  // Makes the stream wait for the oldest exchange that has not ended. Work after this call sees the
+  // exchange's result.
+  virtual void end_exchange(const Stream&) {}
+
+  // ---- An allreduce that the transport's library implements.
+
+  virtual bool has_allreduce() const { return false; }
+  // Returns why the transport has no allreduce, and the alternative; "" if it has one. The result is the same
+  // on all ranks.
+  std::string allreduce_obstacle() const;
+  // Enqueues an allreduce: `out` becomes the sum of all ranks' `in`, or the mean, with the same bits on all
+  // ranks. `in` and `out` are (count) floats on the transport's device and may be the same memory. The
+  // allreduce has an exchange's deadline. Counts `bytes` as sent. `what` must stay valid until the stream has
+  // passed this point.
+  virtual void allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean,
+                         uint64_t bytes, const std::string& what);
+
+  // ---- Short messages to rank 0, separate from the exchanges, for reports. Any thread may send and take
+  // them.
+
+  // Sends a message to rank 0. Does not block.
+  virtual void send_message(const std::string& message);
+  // Blocks rank 0 until a message of rank `from` arrives, and returns the message. Each rank's messages
+  // arrive in order. Throws CommError at the timeout.
+  virtual std::string take_message(int from);
+
+  // ---- A group that continues after ranks die, and that admits new ranks. The operations throw BadInput if
+  // the group was not created for them.
+
+  // Returns a new group of the survivors of a failed group. Fails the group if the group has not failed.
+  // `survivors` gets the survivors' old ranks, ascending, which is the order in the new group. If grow() had
+  // completed on some ranks but not on this rank, a survivor can be a new rank, with -1 as its old rank.
+  // Collective over the survivors, which determine their members themselves. Throws CommError if this rank
+  // was left out, if too few ranks answer, or if a survivor does not call regroup() within `timeout`.
+  virtual std::unique_ptr<Transport> regroup(std::chrono::milliseconds timeout, std::vector<int>& survivors);
+  // Returns whether groups over this transport can admit new ranks.
+  virtual bool admits() const { return false; }
+  // Opens admission: joiners may wait while ranks and joiners are fewer than `most`. `validate` gets a
+  // joiner's description of itself and returns why the joiner is rejected, or ""; a thread of the transport
+  // calls `validate`. Stays in effect for the groups that follow this group.
+  virtual void open_admission(int most, std::function<std::string(const std::string& about)> validate);
+  // Closes admission and notifies waiting joiners that the run has ended.
+  virtual void close_admission() {}
+  // Returns how many joiners wait; 0 except on the group's rank 0.
+  virtual int waiting_joiners() const { return 0; }
+  // Returns where joiners find the group's ranks; "" if the group was not created for joiners. The text may
+  // contain a secret, so only joiners may read it.
+  virtual std::string invitation() const;
+  // Returns a new group of the same ranks followed by the waiting joiners. Returns null if the new group has
+  // not formed; this group then continues. After a success, this group can only be destroyed. Collective;
+  // blocks, for seconds if a joiner stops answering. Throws CommError if this group fails.
+  virtual std::unique_ptr<Transport> grow();
 
   // Returns how long this rank's exchanges have waited for each rank's data, in seconds; an empty list if not
   // measured.
@@ -225,8 +202,6 @@ class Transport {
         device_(place.device),
         timeout_(place.timeout) {}
   void count_sent(uint64_t bytes) { bytes_sent_.fetch_add(bytes, std::memory_order_relaxed); }
-  // Subtracts the transport's internal messages, which are not payload, from the sent bytes.
-  void uncount_sent(uint64_t bytes) { bytes_sent_.fetch_sub(bytes, std::memory_order_relaxed); }
 
   Waits waits_;
 
@@ -238,15 +213,10 @@ class Transport {
   std::atomic<uint64_t> bytes_sent_{0};
 };
 
-// Return the capability, or throw BadInput if the transport lacks it.
-MessagesToRankZero& require_messages(Transport& transport);
-ElasticGroup& require_elastic(Transport& transport);
-Admission& require_admission(Transport& transport);
-
 // One rank of a group without other ranks, for building reducers and codecs to measure their memory. Every
 // exchange is an error.
 
-class PlannedTransport : public Transport, public NativeAllreduce {
+class PlannedTransport : public Transport {
  public:
   PlannedTransport(int rank, int world, Device device) : Transport("planned", {rank, world, device}) {}
 
@@ -254,7 +224,7 @@ class PlannedTransport : public Transport, public NativeAllreduce {
   void exchange(const Stream&, const std::vector<Transfer>&, const ExchangeLabel& label) override {
     refuse(label.what);
   }
-  NativeAllreduce* native_allreduce() override { return this; }
+  bool has_allreduce() const override { return true; }
   void allreduce(const Stream&, const float*, float*, int64_t, bool, uint64_t,
                  const std::string& what) override {
     refuse(what);
@@ -269,7 +239,7 @@ class PlannedTransport : public Transport, public NativeAllreduce {
   }
 };
 
-// The transports' common part of ElasticGroup::regroup().
+// The transports' common part of Transport::regroup().
 
 // Throws BadInput if a group cannot regroup: because the group is not `shrinkable`, or because the group's
 // survivors have already formed a new group, which then has the quorum.
@@ -278,16 +248,14 @@ void require_regroupable(bool shrinkable, bool has_quorum);
 // quorum; "" if `other` has none.
 void require_contact(int rank, int other, const std::string& contact);
 
-// Forms the new group of the old ranks `ranks`, ascending; -1 for new ranks. Throws CommError if a rank dies
-// meanwhile.
-using FormGroup =
-    std::function<std::unique_ptr<Transport>(const GroupOptions& options, const std::vector<int>& ranks)>;
-
-// Implements ElasticGroup::regroup(): repeats the survivors' agreement on their ranks until they have formed
-// a group. `failed`: the failed group, to which `quorum` belongs. `address`: this machine's address, where
-// the new group's store may listen.
-std::unique_ptr<Transport> regroup_survivors(Quorum& quorum, const GroupOptions& failed,
-                                             const std::string& address, std::chrono::milliseconds timeout,
-                                             std::vector<int>& survivors, const FormGroup& form);
+// Repeats the survivors' agreement on their ranks until they have formed a group. `failed`: the failed group,
+// to which `quorum` belongs. `address`: this machine's address, where the new group's store may listen.
+// `form` forms the new group of the old ranks `ranks`, ascending, with -1 for new ranks, and throws CommError
+// if a rank dies meanwhile.
+std::unique_ptr<Transport> regroup_survivors(
+    Quorum& quorum, const GroupOptions& failed, const std::string& address, std::chrono::milliseconds timeout,
+    std::vector<int>& survivors,
+    const std::function<std::unique_ptr<Transport>(const GroupOptions& options,
+                                                   const std::vector<int>& ranks)>& form);
 
 }  // namespace gradwire

@@ -36,10 +36,10 @@ struct Meeting {
     setup.shrinkable = shrinkable;
     setup.group = std::make_unique<Membership>(joining);
     const auto deadline = SteadyClock::now() + 20s;
-    NcclQuorum mine{.quorum = nullptr, .group = group, .address = "127.0.0.1", .contacts = {}};
-    if (shrinkable) mine.quorum = std::make_shared<Quorum>(mine.address, setup.group->key());
-    mine.contacts = exchange_contacts(*setup.group, mine.quorum.get(), deadline);
-    if (shrinkable) setup.regrouping = std::move(mine);
+    setup.options = group;
+    setup.address = "127.0.0.1";
+    if (shrinkable) setup.quorum = std::make_shared<Quorum>(setup.address, setup.group->key());
+    setup.contacts = exchange_contacts(*setup.group, setup.quorum.get(), deadline);
     return std::make_unique<Communicator>(std::make_unique<NcclTransport>(std::move(setup)));
   }
 
@@ -69,7 +69,7 @@ float sum_of(Communicator& comm, float mine) {
   run_once(program, stream);
   comm.check();
   float by_library = 0;
-  comm.transport().native_allreduce()->allreduce(stream, &mine, &by_library, 1, false, 4, "allreduce");
+  comm.transport().allreduce(stream, &mine, &by_library, 1, false, 4, "allreduce");
   stream.synchronize();
   comm.check();
   EXPECT_EQ(data.front(), data.back());

@@ -60,9 +60,9 @@ std::string what_is_there(const Socket& socket) {
 }
 
 // Sends `text` in pieces, and advances the acceptor after each piece.
-Challenge::State say(const Ends& ends, Challenge& challenge, const std::string& text, size_t piece) {
-  auto state = Challenge::State::waiting;
-  for (size_t at = 0; at < text.size() && state == Challenge::State::waiting; at += piece) {
+Handshake::State say(const Ends& ends, Handshake& challenge, const std::string& text, size_t piece) {
+  auto state = Handshake::State::waiting;
+  for (size_t at = 0; at < text.size() && state == Handshake::State::waiting; at += piece) {
     const std::string part = text.substr(at, piece);
     if (send(ends.there.fd(), part.data(), part.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(part.size()))
       break;
@@ -80,13 +80,13 @@ void handshake_in(Input input) {
   const size_t piece = 1 + input[0];
   const Input mask = input.subspan(1);
   const Ends ends;
-  Challenge challenge(kCredentials);
+  Handshake challenge(kCredentials, Handshake::Side::acceptor);
   const std::string connectors(kChallenge, 'c');
   std::string words = "gw-rank1" + connectors;
   bool wrong = flip(words, mask, 0);
   const bool greeted = words.starts_with("gw-rank1");
   auto state = say(ends, challenge, words, piece);
-  check(state == (greeted ? Challenge::State::waiting : Challenge::State::refused), "the greeting");
+  check(state == (greeted ? Handshake::State::waiting : Handshake::State::refused), "the greeting");
   const std::string answer = what_is_there(ends.there);
   if (!greeted) return check(answer.empty() && !challenge.why().empty(), "an answer before a valid greeting");
   check(answer.size() == kChallenge + kProof, "the answer's size");
@@ -97,7 +97,7 @@ void handshake_in(Input input) {
   std::string rest;
   for (size_t i = kGreeting + kChallenge + kProof; i < mask.size(); ++i) rest += static_cast<char>(mask[i]);
   state = say(ends, challenge, words + rest, piece < kProof ? piece : words.size() + rest.size());
-  check(state == (wrong ? Challenge::State::refused : Challenge::State::proved), "the connector's proof");
+  check(state == (wrong ? Handshake::State::refused : Handshake::State::proved), "the connector's proof");
   if (piece >= kProof) check(what_is_there(ends.here) == rest, "bytes after the handshake were read");
 }
 

@@ -25,13 +25,13 @@ SteadyClock::time_point in(std::chrono::milliseconds time) {
 }
 
 // Accepts connectors with the given `purpose` at one loopback address until destroyed. Counts connections.
-class Listener {
+class Acceptor {
  public:
-  Listener(const std::string& address, int port, const std::string& purpose, bool answers = true)
+  Acceptor(const std::string& address, int port, const std::string& purpose, bool answers = true)
       : socket_(listen_on({address, port})), credentials_{"key", purpose}, answers_(answers) {
     thread_ = std::thread([this] { serve(); });
   }
-  ~Listener() {
+  ~Acceptor() {
     stop_ = true;
     thread_.join();
   }
@@ -40,17 +40,18 @@ class Listener {
 
  private:
   void serve() {
-    std::vector<std::pair<Socket, std::unique_ptr<Challenge>>> callers;
+    std::vector<std::pair<Socket, std::unique_ptr<Handshake>>> callers;
     while (!stop_) {
       while (auto socket = accept_from(socket_)) {
         ++connections;
-        callers.emplace_back(std::move(*socket), std::make_unique<Challenge>(credentials_));
+        callers.emplace_back(std::move(*socket),
+                             std::make_unique<Handshake>(credentials_, Handshake::Side::acceptor));
       }
       for (auto& [socket, challenge] : callers) {
         if (!answers_ || !challenge) continue;
         const auto state = challenge->advance(socket);
-        if (state == Challenge::State::proved) ++proved;
-        if (state != Challenge::State::waiting) challenge = nullptr;
+        if (state == Handshake::State::proved) ++proved;
+        if (state != Handshake::State::waiting) challenge = nullptr;
       }
       std::this_thread::sleep_for(1ms);
     }
@@ -99,13 +100,13 @@ TEST(Contact, OrdersThisHostsAddressesLast) {
 }
 
 TEST(Reach, FindsTheListenerDespiteWrongAndSilentAddresses) {
-  Listener wrong("127.0.0.2", 0, "wrong");
-  Listener silent("127.0.0.3", wrong.port(), "right", false);
-  Listener right("127.0.0.4", wrong.port(), "right");
+  Acceptor wrong("127.0.0.2", 0, "wrong");
+  Acceptor silent("127.0.0.3", wrong.port(), "right", false);
+  Acceptor right("127.0.0.4", wrong.port(), "right");
   // 127.0.0.1 refuses connections; 192.0.2.1 is unreachable.
   const Contact contact{{"192.0.2.1", "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"}, wrong.port(), "x"};
   for (const bool retry : {false, true}) {
-    const Reach reached = reach(contact, kRight, {.deadline = in(20s), .retry = retry});
+    const Reach reached = reach(contact, kRight, in(20s), retry);
     ASSERT_TRUE(reached.socket) << reached.why;
     EXPECT_EQ(reached.socket->peer_address(), "127.0.0.4");
   }
@@ -113,27 +114,27 @@ TEST(Reach, FindsTheListenerDespiteWrongAndSilentAddresses) {
 }
 
 TEST(Reach, MakesOneConnectionIfTheFirstAddressAnswers) {
-  Listener first("127.0.0.1", 0, "right");
-  Listener second("127.0.0.2", first.port(), "right");
-  const Reach reached = reach({{"127.0.0.1", "127.0.0.2"}, first.port(), "x"}, kRight, {.deadline = in(20s)});
+  Acceptor first("127.0.0.1", 0, "right");
+  Acceptor second("127.0.0.2", first.port(), "right");
+  const Reach reached = reach({{"127.0.0.1", "127.0.0.2"}, first.port(), "x"}, kRight, in(20s));
   ASSERT_TRUE(reached.socket) << reached.why;
   EXPECT_EQ(first.connections, 1);
   EXPECT_EQ(second.connections, 0);
 }
 
 TEST(Reach, ErrorsNameEachAddressWithItsFailure) {
-  Listener wrong("127.0.0.2", 0, "wrong");
+  Acceptor wrong("127.0.0.2", 0, "wrong");
   const Contact both{{"127.0.0.1", "127.0.0.2"}, wrong.port(), "x"};
-  Reach reached = reach(both, kRight, {.deadline = in(20s)});
+  Reach reached = reach(both, kRight, in(20s));
   EXPECT_FALSE(reached.socket);
   EXPECT_TRUE(reached.gone) << "the process listens at neither address";
   EXPECT_FALSE(reached.other_secret);
   expect_has(reached.why, {"127.0.0.1:", ": Connection refused; 127.0.0.2:", kOtherSecret});
-  reached = reach({{"127.0.0.2"}, wrong.port(), "x"}, kRight, {.deadline = in(20s), .retry = true});
+  reached = reach({{"127.0.0.2"}, wrong.port(), "x"}, kRight, in(20s), true);
   EXPECT_TRUE(reached.other_secret) << "the port belongs to another process";
-  reached = reach({{"127.0.0.1"}, wrong.port(), "x"}, kRight, {.deadline = in(20s)});
+  reached = reach({{"127.0.0.1"}, wrong.port(), "x"}, kRight, in(20s));
   EXPECT_TRUE(reached.gone) << reached.why;
-  reached = reach({{"no.such.host.invalid"}, 1, "x"}, kRight, {.deadline = in(20s)});
+  reached = reach({{"no.such.host.invalid"}, 1, "x"}, kRight, in(20s));
   EXPECT_FALSE(reached.gone);
   expect_has(reached.why, {"no.such.host.invalid"});
 }
@@ -144,20 +145,19 @@ TEST(Reach, RetriesRefusedConnectionsUntilTheDeadline) {
     const Socket free = listen_on({"127.0.0.1", 0});
     port = local_port(free);
   }
-  std::unique_ptr<Listener> late;
+  std::unique_ptr<Acceptor> late;
   std::thread opens([&] {
     std::this_thread::sleep_for(300ms);
-    late = std::make_unique<Listener>("127.0.0.1", port, "right");
+    late = std::make_unique<Acceptor>("127.0.0.1", port, "right");
   });
-  const Reach reached = reach({{"127.0.0.1"}, port, "x"}, kRight, {.deadline = in(20s), .retry = true});
+  const Reach reached = reach({{"127.0.0.1"}, port, "x"}, kRight, in(20s), true);
   opens.join();
   EXPECT_TRUE(reached.socket) << reached.why;
 }
 
 TEST(Reach, StopsWaitingForASilentListenerAtTheDeadline) {
-  Listener silent("127.0.0.1", 0, "right", false);
-  const Reach reached =
-      reach({{"127.0.0.1"}, silent.port(), "x"}, kRight, {.deadline = in(300ms), .retry = true});
+  Acceptor silent("127.0.0.1", 0, "right", false);
+  const Reach reached = reach({{"127.0.0.1"}, silent.port(), "x"}, kRight, in(300ms), true);
   EXPECT_FALSE(reached.socket);
   expect_has(reached.why, {"127.0.0.1:", "no answer"});
 }

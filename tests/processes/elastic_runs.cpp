@@ -232,8 +232,9 @@ RANK_PROGRAM(TrainsElastically) {
       }).detach();
     }
     if (mine->what == "join-dies" || mine->what == "join-stops") {
-      const Admitted admitted = request_admission(
-          {.invitation = invitation_of(config.members), .about = about, .patience = me.timeout});
+      const Admitted admitted =
+          request_admission({.rendezvous = "", .timeout = me.timeout},
+                            {.invitation = invitation_of(config.members), .about = about});
       raise(mine->what == "join-dies" ? SIGKILL : SIGSTOP);
     }
     std::unique_ptr<Communicator> comm;

@@ -182,7 +182,7 @@ TEST(Quorum, RanksThatLearnLateOfGrowthFollow) {
   ranks[3]->begin(1, "grown");
   ranks[3]->enter(3, contacts, ignore);
   for (const int r : {0, 1}) {
-    ranks[r]->grow({.ranks = {0, 1, 2}, .name = "grown", .location = "a location", .joined = {contacts[3]}});
+    ranks[r]->adopt({.ranks = {0, 1, 2}, .name = "grown", .location = "a location", .joined = {contacts[3]}});
     ranks[r]->enter(r, contacts, ignore);
   }
   const Quorum::NextGroup told = ranks[2]->regroup(5s);

@@ -209,8 +209,8 @@ TEST(StoreClient, DoesNotQueryAnUnresponsiveStoreAgain) {
       wait_readable(listener.fd(), in(10s));
       auto socket = accept_from(listener);
       if (!socket) continue;
-      Challenge challenge(credentials);
-      while (challenge.advance(*socket) == Challenge::State::waiting) wait_readable(socket->fd(), in(10s));
+      Handshake challenge(credentials, Handshake::Side::acceptor);
+      while (challenge.advance(*socket) == Handshake::State::waiting) wait_readable(socket->fd(), in(10s));
       connections.push_back(std::move(*socket));
     }
     for (uint32_t id : {1, 0}) {

@@ -50,11 +50,11 @@ inline bool receive_exactly(const Socket& socket, char* data, size_t bytes,
 // Performs the connector's side of the handshake. Returns "", or the reason of the failure.
 inline std::string introduce(const Socket& socket, const Credentials& credentials,
                              SteadyClock::time_point deadline) {
-  Introduction introduction(credentials);
+  Handshake introduction(credentials, Handshake::Side::connector);
   while (true) {
     const auto state = introduction.advance(socket);
-    if (state == Introduction::State::proved) return "";
-    if (state == Introduction::State::refused) return introduction.why();
+    if (state == Handshake::State::proved) return "";
+    if (state == Handshake::State::refused) return introduction.why();
     if (!wait_readable(socket.fd(), deadline)) return "no answer";
   }
 }

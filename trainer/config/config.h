@@ -178,7 +178,7 @@ const char* name(Gelu gelu);
 // addresses from this file.
 
 // Returns the text of a members file. `launched`: the world size at launch. `invitation`: the text of
-// Admission::invitation().
+// Transport::invitation().
 std::string members_text(int launched, const std::string& invitation);
 
 struct Members {

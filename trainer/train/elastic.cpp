@@ -65,7 +65,7 @@ Elastic::Elastic(const TrainConfig& config)
 
 Elastic::~Elastic() {
   if (first_ == nullptr && !group_) return;
-  if (Admission* admission = comm().transport().admission()) admission->close_admission();
+  comm().transport().close_admission();
 }
 
 TrainConfig Elastic::config_for(int world) const {
@@ -288,13 +288,13 @@ std::vector<GroupRecord> Elastic::resumed() {
 // ---- New ranks
 
 void Elastic::open_admission(std::function<std::string(const std::string&)> validate) {
-  require_admission(comm().transport()).open_admission(launched_.elastic.most, std::move(validate));
+  comm().transport().open_admission(launched_.elastic.most, std::move(validate));
 }
 
 void Elastic::post_members() {
   if (launched_.members.empty() || comm().rank() != 0) return;
   try {
-    const std::string invitation = require_admission(comm().transport()).invitation();
+    const std::string invitation = comm().transport().invitation();
     write_private_file(launched_.members, members_text(launched_.ranks(), invitation));
   } catch (const Error& error) {
     warn_once(fmt::format("{}; the run continues, and no rank can join it with --join", error.what()));

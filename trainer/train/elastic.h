@@ -72,7 +72,7 @@ class Elastic {
 
   // ---- New ranks
 
-  // Opens admission. `validate` checks a joiner's description; see Admission::open_admission().
+  // Opens admission. `validate` checks a joiner's description; see Transport::open_admission().
   void open_admission(std::function<std::string(const std::string& about)> validate);
   // Writes config().members, the file through which joiners find the group. Does nothing except on rank 0.
   void post_members();

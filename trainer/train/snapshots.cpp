@@ -47,9 +47,7 @@ void Snapshots::take(const RankState& rank, const std::vector<int>& ranks, const
   auto* const statuses = slot.statuses.data();
   Transport& transport = rank.comm.transport();
   stream.submit([&slot, &status = statuses[me], &transport] {
-    Admission* const admission = transport.admission();
-    status = {slot.codecs.residual_norm(),
-              static_cast<double>(admission != nullptr ? admission->waiting_joiners() : 0)};
+    status = {slot.codecs.residual_norm(), static_cast<double>(transport.waiting_joiners())};
   });
   slot.transfers.clear();
   for (int peer = 0; peer < world; ++peer) {

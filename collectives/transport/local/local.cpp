@@ -21,8 +21,7 @@
 #include "runtime/util/error.h"
 
 namespace gradwire {
-
-// State that the ranks of one process share, and how they wait for each other.
+namespace {
 
 // The shared state of all ranks. One lock suffices: exchanges are few, and copies happen without the lock.
 class LocalHub {
@@ -38,7 +37,14 @@ class LocalHub {
     LinkPacer::Flow flow = {};  // with emulated links: the message's way to the receiver
   };
 
-  LocalHub(std::vector<Device> devices, std::chrono::milliseconds timeout, const EmulatedLink& link);
+  LocalHub(const std::vector<Device>& devices, std::chrono::milliseconds timeout, const EmulatedLink& link)
+      : world(static_cast<int>(devices.size())),
+        timeout(timeout),
+        devices(devices),
+        changed_(devices.size()),
+        offers_(devices.size() * devices.size()) {
+    if (link) links.emplace(link, world);
+  }
 
   // Waits until `condition` holds. Throws if the group has failed. Fails the group and throws at the
   // deadline; `pending` then describes the wait. `again`: returns the next time at which the condition can
@@ -49,7 +55,9 @@ class LocalHub {
     while (!condition()) {
       throw_if_failed(rank, pending);
       const auto left = deadline - RunningClock::now();
-      if (left <= left.zero()) fail_and_throw(no_progress(rank, pending()));
+      if (left <= left.zero()) {
+        fail_and_throw(fmt::format("rank {}: no progress for {} ms: {}", rank, timeout.count(), pending()));
+      }
       changed_[rank].wait_until(lock,
                                 std::min<LinkPacer::Time>(LinkPacer::Time::clock::now() + left, again()));
     }
@@ -58,27 +66,64 @@ class LocalHub {
   void wait(std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending) {
     wait(lock, rank, condition, pending, [] { return LinkPacer::Time::max(); });
   }
-  void barrier(int rank);
+  void barrier(int rank) {
+    std::unique_lock lock(mutex);
+    const uint64_t mine = barriers_passed_;
+    if (++at_barrier_ == world) {
+      at_barrier_ = 0;
+      ++barriers_passed_;
+      wake_all();
+    }
+    wait(
+        lock, rank, [&] { return barriers_passed_ != mine; },
+        [&] { return fmt::format("at a barrier that {} of {} ranks have reached", at_barrier_, world); });
+  }
   void wait_for_copy(std::unique_lock<std::mutex>& lock, int rank, const Offer& offer) {
     changed_[rank].wait(lock, [&] { return offer.state != Offer::State::copying; });
   }
   // Records that `rank` makes its call number `number`. The first rank to arrive defines the call.
-  void begin_call(int rank, uint64_t number, const Call& call);
+  void begin_call(int rank, uint64_t number, const Call& call) {
+    std::lock_guard lock(mutex);
+    throw_if_failed(rank, [&] { return call.what; });
+    const size_t index = number - first_open_;
+    if (index == open_.size()) open_.push_back({call.hash, rank, 0, call.what});
+    OpenCall& open = open_[index];
+    if (open.hash != call.hash) {
+      fail_and_throw(fmt::format("ranks disagree: call {} of rank {} is {}, of rank {} it is {}{}", number,
+                                 open.rank, open.what, rank, call.what,
+                                 open.what == call.what ? "; the calls differ in something else" : ""));
+    }
+    ++open.arrived;
+    while (!open_.empty() && open_.front().arrived == world) {
+      open_.pop_front();
+      ++first_open_;
+    }
+  }
   // Throws CommError once the group has failed.
-  void check(int rank);
+  void check(int rank) {
+    std::lock_guard lock(mutex);
+    if (!failure_.empty()) throw CommError("rank {}: {}", rank, failure_);
+  }
 
   // The methods below require the lock.
 
   std::deque<Offer*>& offers(int from, int to) { return offers_[from * world + to]; }
   // Returns whether the whole message has passed the emulated links.
-  bool arrived(Offer& offer);
-  // Returns a time before which a message does not arrive.
-  LinkPacer::Time arrives_at(const Offer& offer) const;
-  void fail(const std::string& reason);
-  [[noreturn]] void fail_and_throw(const std::string& text);
-  const std::string& failure() const { return failure_; }
+  bool arrived(Offer& offer) {
+    return !links || links->arrived(offer.flow, LinkPacer::Time::clock::now()) == offer.bytes;
+  }
+  void fail(const std::string& reason) {
+    if (failure_.empty()) failure_ = "the group failed: " + reason;
+    wake_all();
+  }
+  [[noreturn]] void fail_and_throw(const std::string& text) {
+    fail(text);
+    throw CommError(text);
+  }
   void wake(int rank) { changed_[rank].notify_all(); }
-  void wake_all();
+  void wake_all() {
+    for (std::condition_variable& c : changed_) c.notify_all();
+  }
 
   const int world;
   const std::chrono::milliseconds timeout;
@@ -98,25 +143,19 @@ class LocalHub {
   };
   template <typename Pending>
   void throw_if_failed(int rank, Pending pending) const {
-    if (!failure_.empty()) throw_failed(rank, pending());
+    if (!failure_.empty()) throw CommError("rank {}: {}: {}", rank, pending(), failure_);
   }
-  [[noreturn]] void throw_failed(int rank, const std::string& doing) const;
-  std::string no_progress(int rank, const std::string& doing) const;
 
   const RunningClock::Watch watch_;
   std::string failure_;
-  struct {
-    int arrived = 0;
-    uint64_t passed = 0;  // number of barriers that all ranks have passed
-  } barrier_;
+  int at_barrier_ = 0;
+  uint64_t barriers_passed_ = 0;  // number of barriers that all ranks have passed
   // One condition variable per rank, so that a message wakes only its receiver.
   std::vector<std::condition_variable> changed_;
   std::deque<OpenCall> open_;
   uint64_t first_open_ = 1;  // the number of the call open_[0]
   std::vector<std::deque<Offer*>> offers_;
 };
-
-namespace {
 
 using Offer = LocalHub::Offer;
 
@@ -152,7 +191,16 @@ class LocalExchange {
   void run(const std::vector<Transfer>& transfers, Waits& waits) {
     offer_sends(transfers);
     receive_all(transfers, waits);
-    await_receivers();
+    hub_.wait(
+        lock_, rank_,
+        [&] {
+          return std::all_of(sends_.begin(), sends_.end(),
+                             [](const Offer& o) { return o.state == Offer::State::finished; });
+        },
+        [&] { return doing_ + ": waiting for a peer to receive what was sent"; });
+    for (const Offer& offer : sends_) {
+      if (stream_ != nullptr) stream_->wait(offer.taken);
+    }
     done_ = true;
   }
 
@@ -214,12 +262,15 @@ class LocalExchange {
             },
             [&] {
               return fmt::format("{}: waiting to receive {} bytes from rank {}{}", doing_,
-                                 receives.front()->bytes, receives.front()->peer, over_links());
+                                 receives.front()->bytes, receives.front()->peer,
+                                 hub_.links ? " over links of " + hub_.links->link().to_string() : "");
             },
             [&] {
               auto first = LinkPacer::Time::max();
               for (const Transfer* t : receives) {
-                if (Offer* oldest = oldest_from(t->peer)) first = std::min(first, hub_.arrives_at(*oldest));
+                const Offer* oldest = oldest_from(t->peer);
+                if (oldest == nullptr || !hub_.links) continue;
+                first = std::min(first, hub_.links->earliest(oldest->flow, oldest->bytes));
               }
               return first;
             });
@@ -228,8 +279,13 @@ class LocalExchange {
       Offer& offer = *oldest_from((*offered)->peer);
       if (offer.state == Offer::State::waiting) receive(offer, **offered);
       if (!hub_.arrived(offer)) continue;
-      finish(offer, **offered);
+      const int peer = (*offered)->peer;
       receives.erase(offered);
+      std::erase(hub_.offers(peer, rank_), &offer);  // the sender may have withdrawn the offer
+      offer.state = Offer::State::finished;
+      lock_.unlock();
+      hub_.wake(peer);
+      lock_.lock();
     }
   }
 
@@ -264,18 +320,6 @@ class LocalExchange {
     if (hub_.links) hub_.wake(t.peer);  // after a failure, the sender waits to withdraw the offer
   }
 
-  void finish(Offer& offer, const Transfer& t) {
-    std::erase(hub_.offers(t.peer, rank_), &offer);  // the sender may have withdrawn the offer
-    offer.state = Offer::State::finished;
-    lock_.unlock();
-    hub_.wake(t.peer);
-    lock_.lock();
-  }
-
-  std::string over_links() const {
-    return hub_.links ? fmt::format(" over links of {}", hub_.links->link().to_string()) : "";
-  }
-
   void copy_from(Offer& offer, const Transfer& t) const {
     if (stream_ != nullptr) {
       stream_->wait(offer.ready);
@@ -285,18 +329,6 @@ class LocalExchange {
     } else if (t.bytes > 0) {
       std::memcpy(t.data, offer.data, t.bytes);
     }
-  }
-
-  void await_receivers() {
-    hub_.wait(
-        lock_, rank_,
-        [&] {
-          return std::all_of(sends_.begin(), sends_.end(),
-                             [](const Offer& o) { return o.state == Offer::State::finished; });
-        },
-        [&] { return doing_ + ": waiting for a peer to receive what was sent"; });
-    if (stream_ == nullptr) return;
-    for (const Offer& offer : sends_) stream_->wait(offer.taken);
   }
 
   // Waits for `event`, at most until the deadline. Runs while an exception is in flight, so it swallows
@@ -419,81 +451,6 @@ std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<
     transports.push_back(std::make_unique<LocalTransport>(hub, static_cast<int>(r), devices[r]));
   }
   return transports;
-}
-
-LocalHub::LocalHub(std::vector<Device> devices, std::chrono::milliseconds timeout, const EmulatedLink& link)
-    : world(static_cast<int>(devices.size())),
-      timeout(timeout),
-      devices(std::move(devices)),
-      changed_(static_cast<size_t>(world)),
-      offers_(static_cast<size_t>(world) * static_cast<size_t>(world)) {
-  if (link) links.emplace(link, world);
-}
-
-bool LocalHub::arrived(Offer& offer) {
-  return !links || links->arrived(offer.flow, LinkPacer::Time::clock::now()) == offer.bytes;
-}
-
-LinkPacer::Time LocalHub::arrives_at(const Offer& offer) const {
-  return links ? links->earliest(offer.flow, offer.bytes) : LinkPacer::Time::max();
-}
-
-void LocalHub::barrier(int rank) {
-  std::unique_lock lock(mutex);
-  const uint64_t mine = barrier_.passed;
-  if (++barrier_.arrived == world) {
-    barrier_.arrived = 0;
-    ++barrier_.passed;
-    wake_all();
-  }
-  wait(
-      lock, rank, [&] { return barrier_.passed != mine; },
-      [&] { return fmt::format("at a barrier that {} of {} ranks have reached", barrier_.arrived, world); });
-}
-
-void LocalHub::begin_call(int rank, uint64_t number, const Call& call) {
-  std::lock_guard lock(mutex);
-  throw_if_failed(rank, [&] { return call.what; });
-  const size_t index = number - first_open_;
-  if (index == open_.size()) open_.push_back({call.hash, rank, 0, call.what});
-  OpenCall& open = open_[index];
-  if (open.hash != call.hash) {
-    fail_and_throw(fmt::format("ranks disagree: call {} of rank {} is {}, of rank {} it is {}{}", number,
-                               open.rank, open.what, rank, call.what,
-                               open.what == call.what ? "; the calls differ in something else" : ""));
-  }
-  ++open.arrived;
-  while (!open_.empty() && open_.front().arrived == world) {
-    open_.pop_front();
-    ++first_open_;
-  }
-}
-
-void LocalHub::check(int rank) {
-  std::lock_guard lock(mutex);
-  if (!failure_.empty()) throw CommError("rank {}: {}", rank, failure_);
-}
-
-void LocalHub::fail(const std::string& reason) {
-  if (failure_.empty()) failure_ = "the group failed: " + reason;
-  wake_all();
-}
-
-void LocalHub::fail_and_throw(const std::string& text) {
-  fail(text);
-  throw CommError(text);
-}
-
-void LocalHub::throw_failed(int rank, const std::string& doing) const {
-  throw CommError("rank {}: {}: {}", rank, doing, failure_);
-}
-
-std::string LocalHub::no_progress(int rank, const std::string& doing) const {
-  return fmt::format("rank {}: no progress for {} ms: {}", rank, timeout.count(), doing);
-}
-
-void LocalHub::wake_all() {
-  for (std::condition_variable& c : changed_) c.notify_all();
 }
 
 }  // namespace gradwire

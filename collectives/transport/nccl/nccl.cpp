@@ -82,51 +82,42 @@ class OutsideCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Stores values in stream order without a kernel, by the driver's cuStreamWriteValue64.
-class StreamWrites {
- public:
-  // Tries one write in a graph. If the write fails, work() returns false.
-  explicit StreamWrites(int device) {
-    OutsideCapture guard;
-    detail::make_current(Device::cuda(device));
-    function_ = cuda::driver_function<Function>("cuStreamWriteValue64", 12000);
-    if (function_ == nullptr) return;
-    const Buffer word = Buffer::pinned(Device::cuda(device), sizeof(uint64_t));
-    *word.as<uint64_t>() = 0;
-    const Stream stream = Stream::create(Device::cuda(device), "set-up");
-    cudaGraph_t graph = nullptr;
-    bool works = cudaStreamBeginCapture(stream.native(), cudaStreamCaptureModeRelaxed) == cudaSuccess;
-    if (works) {
-      works = call(stream, word.as<uint64_t>(), 1);
-      works = cudaStreamEndCapture(stream.native(), &graph) == cudaSuccess && works;
-    }
-    cudaGraphExec_t executable = nullptr;
-    works = works && cudaGraphInstantiate(&executable, graph, 0) == cudaSuccess &&
-            cudaGraphLaunch(executable, stream.native()) == cudaSuccess &&
-            cudaStreamSynchronize(stream.native()) == cudaSuccess && *word.as<uint64_t>() == 1;
-    if (executable != nullptr) cuda::ignore(cudaGraphExecDestroy(executable));
-    if (graph != nullptr) cuda::ignore(cudaGraphDestroy(graph));
-    if (works) return;
-    cudaGetLastError();
-    function_ = nullptr;
-  }
-  bool work() const { return function_ != nullptr; }
-  void write(const Stream& stream, uint64_t* word, uint64_t value) const {
-    if (!call(stream, word, value)) throw DeviceError("cuStreamWriteValue64 failed");
-  }
+// Stores a value in stream order without a kernel.
+using StreamWrite = CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned);
+bool write_word(StreamWrite function, const Stream& stream, uint64_t* word, uint64_t value) {
+  return function(stream.native(), reinterpret_cast<CUdeviceptr>(word), value,
+                  CU_STREAM_WRITE_VALUE_DEFAULT) == CUDA_SUCCESS;
+}
 
- private:
-  using Function = CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned);
-  bool call(const Stream& stream, uint64_t* word, uint64_t value) const {
-    const auto address = reinterpret_cast<CUdeviceptr>(word);
-    return function_(stream.native(), address, value, CU_STREAM_WRITE_VALUE_DEFAULT) == CUDA_SUCCESS;
+// Returns the driver's cuStreamWriteValue64. Tries one write in a graph; null if the write fails.
+StreamWrite find_stream_write(int device) {
+  OutsideCapture guard;
+  detail::make_current(Device::cuda(device));
+  const auto function = cuda::driver_function<StreamWrite>("cuStreamWriteValue64", 12000);
+  if (function == nullptr) return nullptr;
+  const Buffer word = Buffer::pinned(Device::cuda(device), sizeof(uint64_t));
+  *word.as<uint64_t>() = 0;
+  const Stream stream = Stream::create(Device::cuda(device), "set-up");
+  cudaGraph_t graph = nullptr;
+  bool works = cudaStreamBeginCapture(stream.native(), cudaStreamCaptureModeRelaxed) == cudaSuccess;
+  if (works) {
+    works = write_word(function, stream, word.as<uint64_t>(), 1);
+    works = cudaStreamEndCapture(stream.native(), &graph) == cudaSuccess && works;
   }
-  Function function_ = nullptr;
-};
+  cudaGraphExec_t executable = nullptr;
+  works = works && cudaGraphInstantiate(&executable, graph, 0) == cudaSuccess &&
+          cudaGraphLaunch(executable, stream.native()) == cudaSuccess &&
+          cudaStreamSynchronize(stream.native()) == cudaSuccess && *word.as<uint64_t>() == 1;
+  if (executable != nullptr) cuda::ignore(cudaGraphExecDestroy(executable));
+  if (graph != nullptr) cuda::ignore(cudaGraphDestroy(graph));
+  if (works) return function;
+  cudaGetLastError();
+  return nullptr;
+}
 
 class CudaCalls final : public GpuCalls {
  public:
-  explicit CudaCalls(int device) : device_(device), writes_(device) {}
+  explicit CudaCalls(int device) : device_(device), write_(find_stream_write(device)) {}
 
   bool capturing(const Stream& stream) override {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -140,7 +131,7 @@ class CudaCalls final : public GpuCalls {
   // Returns a mark for an exchange that `stream` captures. Only the enqueuing thread calls it. A graph's
   // first exchange also counts the graph's launches.
   std::unique_ptr<ExchangeMark> make_captured_mark(const Stream& stream) override {
-    if (!writes_.work()) return std::make_unique<CounterMark>(take(2), slab_);
+    if (write_ == nullptr) return std::make_unique<CounterMark>(take(2), slab_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long capture = 0;
     GW_CUDA_CHECK(cudaStreamGetCaptureInfo(stream.native(), &status, &capture));
@@ -150,14 +141,14 @@ class CudaCalls final : public GpuCalls {
       capture_ = capture;
       increment(stream, launches_);
     }
-    auto write = [writes = writes_](const Stream& on, uint64_t* word, uint64_t value) {
-      writes.write(on, word, value);
+    auto store = [function = write_](const Stream& on, uint64_t* word, uint64_t value) {
+      if (!write_word(function, on, word, value)) throw DeviceError("cuStreamWriteValue64 failed");
     };
     uint64_t* const state = take(1);
     // The two words may be in different slabs.
     auto memory = std::make_shared<std::pair<std::shared_ptr<Buffer>, std::shared_ptr<Buffer>>>(
         slab_, launches_memory_);
-    return std::make_unique<WrittenMark>(write, state, launches_, std::move(memory));
+    return std::make_unique<WrittenMark>(store, state, launches_, std::move(memory));
   }
 
   void enter_thread() override {
@@ -184,22 +175,23 @@ class CudaCalls final : public GpuCalls {
   }
 
   const int device_;
-  const StreamWrites writes_;
+  const StreamWrite write_;  // null: not available
   std::shared_ptr<Buffer> slab_, launches_memory_;
   size_t used_ = 0;
   uint64_t* launches_ = nullptr;  // the launch count of the graph being captured
   unsigned long long capture_ = 0;
 };
 
-ncclUniqueId agree_on_id(const NcclApi& api, Membership& group, SteadyClock::time_point deadline) {
+// Returns the id that all ranks use. `group`: null if NCCL's own rendezvous distributes the id.
+ncclUniqueId agree_on_id(const NcclApi& api, Membership* group, SteadyClock::time_point deadline) {
   ncclUniqueId id;
-  if (group.rank() == 0) {
-    if (ncclResult_t r = api.get_unique_id(&id); r != ncclSuccess)
-      throw CommError("ncclGetUniqueId: " + api.text(r, nullptr));
-    group.store().set("nccl/id", std::string(id.internal, sizeof id.internal));
+  if (group == nullptr || group->rank() == 0) {
+    const ncclResult_t r = api.get_unique_id(&id);
+    if (r != ncclSuccess) throw CommError("ncclGetUniqueId: " + api.text(r, nullptr));
+    if (group != nullptr) group->store().set("nccl/id", std::string(id.internal, sizeof id.internal));
     return id;
   }
-  const std::string bytes = group.store().get("nccl/id", deadline, "waiting for rank 0 to begin with NCCL");
+  const std::string bytes = group->store().get("nccl/id", deadline, "waiting for rank 0 to begin with NCCL");
   if (bytes.size() != sizeof id.internal)
     throw CommError("rank 0 is a different build: its NCCL id has another size; use one build on all ranks");
   std::memcpy(id.internal, bytes.data(), bytes.size());
@@ -242,17 +234,13 @@ std::unique_ptr<Transport> make_nccl_transport(const NcclOptions& options) {
   const int rank = options.group.rank, world = options.group.world;
   const auto deadline = SteadyClock::now() + options.group.timeout;
   std::unique_ptr<Membership> group;
-  ncclUniqueId id;
   if (options.group.rendezvous == "nccl://") {
-    if (environment("NCCL_COMM_ID") == nullptr) {
-      throw BadInput("rendezvous nccl:// needs NCCL_COMM_ID=host:port in every rank's environment");
-    }
-    if (ncclResult_t r = api.get_unique_id(&id); r != ncclSuccess)
-      throw CommError("ncclGetUniqueId: " + api.text(r, nullptr));
+    require(environment("NCCL_COMM_ID") != nullptr,
+            "rendezvous nccl:// needs NCCL_COMM_ID=host:port in every rank's environment");
   } else {
     group = std::make_unique<Membership>(options.group);
-    id = agree_on_id(api, *group, deadline);
   }
+  const ncclUniqueId id = agree_on_id(api, group.get(), deadline);
   NcclSetup setup{.api = &api,
                   .gpu = std::make_shared<CudaCalls>(options.device),
                   .comm = nullptr,
@@ -261,14 +249,13 @@ std::unique_ptr<Transport> make_nccl_transport(const NcclOptions& options) {
                   .timeout = options.group.timeout};
   try {
     if (group) {
-      NcclQuorum mine{.quorum = nullptr, .group = options.group, .address = "", .contacts = {}};
-      mine.group.callbacks.reset();
+      setup.options = options.group;
+      setup.options.callbacks.reset();
       if (options.shrinkable) {
-        mine.address = group->address(deadline);
-        mine.quorum = std::make_shared<Quorum>(mine.address, group->key(), group->options().ports);
+        setup.address = group->address(deadline);
+        setup.quorum = std::make_shared<Quorum>(setup.address, group->key(), group->options().ports);
       }
-      mine.contacts = exchange_contacts(*group, mine.quorum.get(), deadline);
-      if (mine.quorum) setup.regrouping = std::move(mine);
+      setup.contacts = exchange_contacts(*group, setup.quorum.get(), deadline);
     }
     setup.comm = init_nccl(api, setup.gpu, rank, world, id, deadline);
   } catch (const CommError& error) {

@@ -26,34 +26,17 @@
 namespace gradwire {
 namespace {
 
-// The flag in a frame's length which says that a checksum of 4 bytes follows the payload.
-constexpr uint64_t kHasChecksum = uint64_t{1} << 63;
 // Largest number of bytes sent at once if messages have checksums, so that the data summed for the checksum
 // is still in a cache when it is sent.
 constexpr size_t kPiece = 128 << 10;
-constexpr size_t kUnlimited = SIZE_MAX;
 // With emulated links, bytes are sent at most this often, except for the end of a message.
 constexpr std::chrono::microseconds kSendEvery{500};
-
-// Polls until `deadline`, or until `again` if that is earlier.
-void poll_until(std::vector<pollfd>& entries, SteadyClock::time_point deadline, LinkPacer::Time again) {
-  const int most_ms = milliseconds_until(deadline);
-  if (again == LinkPacer::Time::max()) {
-    poll(entries.data(), entries.size(), most_ms);
-    return;
-  }
-  std::chrono::nanoseconds time = again - LinkPacer::Time::clock::now();
-  if (most_ms >= 0) time = std::min<std::chrono::nanoseconds>(time, std::chrono::milliseconds(most_ms));
-  time = std::max(time, std::chrono::nanoseconds::zero());
-  const timespec left{.tv_sec = time.count() / 1'000'000'000, .tv_nsec = time.count() % 1'000'000'000};
-  ppoll(entries.data(), entries.size(), &left, nullptr);
-}
 
 }  // namespace
 
 TcpLinks::TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums,
                    const PortRange& ports, const EmulatedLink& link)
-    : connector_(rank, world, address, key, ports),
+    : listener_("link", address, key, ports),
       checksums_(checksums),
       rank_(rank),
       links_(static_cast<size_t>(world)) {
@@ -71,28 +54,86 @@ TcpLinks::~TcpLinks() {
 }
 
 void TcpLinks::connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline,
-                       const TcpConnector::Log& rejected) {
-  const auto interrupted = [this] {
-    std::lock_guard lock(mutex_);
-    return interrupted_;
-  };
-  std::vector<Socket> sockets =
-      connector_.connect(contacts, {deadline, caller_.wake.fd(), interrupted}, rejected);
+                       const std::function<void(const std::string&)>& rejected) {
+  std::vector<Socket> sockets(links_.size());
+  for (int r = 0; r < rank_; ++r) {
+    sockets[static_cast<size_t>(r)] = connect_to(r, contacts[static_cast<size_t>(r)], deadline);
+  }
+  accept_higher(sockets, deadline, rejected);
+  listener_.close();
   std::lock_guard lock(mutex_);
   for (size_t r = 0; r < sockets.size(); ++r) links_[r].socket = std::move(sockets[r]);
 }
 
-// Returns the number of bytes of the message on the connection. For a message being received, the result is
-// valid once the message's frame has arrived.
-size_t TcpLinks::length(const Message& m) {
-  return sizeof(Frame) + m.bytes + ((m.frame_.bytes & kHasChecksum) != 0 ? sizeof m.sum_ : 0);
+// Connects to a rank. Retries until the deadline: a host's network may not be up yet, and a flood of
+// unauthenticated peers may displace a connection. A dead rank fails the group, which interrupts the retries.
+Socket TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline) {
+  const auto theirs = Contact::parse(contact);
+  require<CommError>(theirs.has_value(),
+                     "connecting to rank {}: its address does not parse; are all ranks the same build?",
+                     rank);
+  const gradwire::Frame hello{gradwire::Frame::Op::link, 0, "",
+                              gradwire::Message().add("rank", rank_).encode()};
+  while (true) {
+    Reach reached =
+        reach(*theirs, {listener_.key(), "link " + theirs->name}, deadline, true, caller_.wake.fd());
+    throw_if_group_failed();
+    if (!reached.socket) throw CommError("connecting to rank {}: {}", rank, reached.why);
+    if (!send_frame(*reached.socket, hello, deadline)) continue;
+    expect_full_buffers(*reached.socket);
+    return std::move(*reached.socket);
+  }
+}
+
+void TcpLinks::accept_higher(std::vector<Socket>& sockets, SteadyClock::time_point deadline,
+                             const std::function<void(const std::string&)>& rejected) {
+  const auto report = [&] {
+    for (const std::string& line : listener_.take_log()) {
+      if (rejected) rejected(line);
+    }
+  };
+  while (true) {
+    std::vector<size_t> missing;
+    for (size_t r = static_cast<size_t>(rank_) + 1; r < sockets.size(); ++r) {
+      if (!sockets[r]) missing.push_back(r);
+    }
+    if (missing.empty()) break;
+    throw_if_group_failed();
+    std::vector<pollfd> entries = {{caller_.wake.fd(), POLLIN, 0}};
+    listener_.add_entries(entries);
+    const auto soon = SteadyClock::now() + listener_.tick();
+    poll(entries.data(), entries.size(), milliseconds_until(std::min(soon, deadline)));
+    if (!listener_.refused().empty()) throw CommError("this rank " + listener_.refused());
+    if (SteadyClock::now() >= deadline) {
+      const Contact mine = listener_.contact();
+      throw CommError(
+          "not connected in time to rank {}, which connects to this one at {} port {}: is an "
+          "address of these reachable from there, and the port open",
+          fmt::join(missing, ", "), fmt::join(mine.addresses, ", "), mine.port);
+    }
+    for (auto& caller : listener_.advance(entries, sockets.size())) {
+      if (caller.first.op != gradwire::Frame::Op::link) continue;
+      try {
+        const int rank = gradwire::Message::decode(caller.first.value)
+                             .number("rank", rank_ + 1, static_cast<int>(sockets.size()) - 1);
+        Socket& socket = sockets[static_cast<size_t>(rank)];
+        if (socket) continue;
+        expect_full_buffers(caller.socket);
+        socket = std::move(caller.socket);
+      } catch (const CommError&) {  // the caller is not a rank
+      }
+    }
+    report();
+  }
+  listener_.reject_all(kSaidNothing);  // no further rank is expected
+  report();
 }
 
 void TcpLinks::post(Message& message) {
   std::lock_guard lock(mutex_);
   if (interrupted_) throw CommError("interrupted");
   Link& link = links_.at(static_cast<size_t>(message.peer));
-  if (!link.lost.empty()) throw LinkLost(link.lost);
+  if (!link.lost.empty()) throw CommError(link.lost);
   message.frame_ = {message.tag, message.bytes | (checksums_ && message.sent ? kHasChecksum : 0)};
   if (message.sent) {
     if (pacer_) {
@@ -123,18 +164,11 @@ bool TcpLinks::wait(Message& message, SteadyClock::time_point deadline) {
   if (!message.done && !message.sent) pull(link);
   while (!message.done) {
     if (interrupted_) throw CommError("interrupted");
-    if (!link.lost.empty()) throw LinkLost(link.lost);
+    if (!link.lost.empty()) throw CommError(link.lost);
     if (SteadyClock::now() >= deadline) return false;
     poll_once(lock, caller_, deadline);
   }
   return true;
-}
-
-void TcpLinks::interrupt() {
-  std::lock_guard lock(mutex_);
-  interrupted_ = true;
-  caller_.wake.set();
-  if (polling_) helper_poll_.wake.set();
 }
 
 void TcpLinks::drop() {
@@ -153,18 +187,6 @@ bool TcpLinks::has_work() const {
   return !interrupted_ && std::any_of(links_.begin(), links_.end(), [](const Link& l) {
     return l.lost.empty() && (!l.sends.empty() || (!l.receives.empty() && !l.mismatched));
   });
-}
-
-bool TcpLinks::paced(const Link& link) const {
-  return pacer_ && pacer_->link().between(rank_, static_cast<int>(&link - links_.data()));
-}
-
-size_t TcpLinks::may_send(Message& m) {
-  return pacer_ ? pacer_->arrived(m.flow_, LinkPacer::Time::clock::now()) - m.moved_ : kUnlimited;
-}
-
-size_t TcpLinks::may_receive(const Link& link) const {
-  return paced(link) ? pacer_->may_receive(rank_, LinkPacer::Time::clock::now()) : kUnlimited;
 }
 
 int TcpLinks::events_of(Link& link, LinkPacer::Time& again) {
@@ -292,7 +314,16 @@ void TcpLinks::poll_once(std::unique_lock<std::mutex>& lock, Poller& poller,
     owners.push_back(&link);
   }
   lock.unlock();
-  poll_until(entries, deadline, again);
+  const int most_ms = milliseconds_until(deadline);
+  if (again == LinkPacer::Time::max()) {
+    poll(entries.data(), entries.size(), most_ms);
+  } else {
+    std::chrono::nanoseconds time = again - LinkPacer::Time::clock::now();
+    if (most_ms >= 0) time = std::min<std::chrono::nanoseconds>(time, std::chrono::milliseconds(most_ms));
+    time = std::max(time, std::chrono::nanoseconds::zero());
+    const timespec left{.tv_sec = time.count() / 1'000'000'000, .tv_nsec = time.count() % 1'000'000'000};
+    ppoll(entries.data(), entries.size(), &left, nullptr);
+  }
   lock.lock();
   if (entries[0].revents != 0) wake.clear();
   if (interrupted_) return;  // the caller may soon free the memory of pending messages
@@ -320,114 +351,6 @@ void TcpLinks::help() {
     polling_ = false;
     // wait() may already be polling for bytes that the helper has moved.
     if (!helping_) caller_.wake.set();
-  }
-}
-
-namespace {
-
-// Returns the purpose of the handshakes at a listener. The purpose binds a handshake to one listener, so that
-// a connection cannot be relayed to another listener.
-std::string purpose(const std::string& listener) {
-  return "link " + listener;
-}
-
-void throw_if_interrupted(const TcpConnector::Limits& limits) {
-  if (limits.interrupted()) throw CommError("the group failed while its ranks connected");
-}
-
-}  // namespace
-
-TcpConnector::TcpConnector(int rank, int world, const std::string& address, const std::string& key,
-                           const PortRange& ports)
-    : rank_(rank),
-      world_(world),
-      listener_(listen_within(ports, address)),
-      address_(address),
-      name_(random_secret()),
-      key_(key) {}
-
-std::string TcpConnector::contact() const {
-  return contact_of(listener_, address_, name_).text();
-}
-
-std::vector<Socket> TcpConnector::connect(const std::vector<std::string>& contacts, const Limits& limits,
-                                          const Log& rejected) {
-  std::vector<Socket> sockets(static_cast<size_t>(world_));
-  for (int r = 0; r < rank_; ++r) {
-    sockets[static_cast<size_t>(r)] = connect_to(r, contacts[static_cast<size_t>(r)], limits);
-  }
-  accept_higher(sockets, limits, rejected);
-  listener_.close();
-  return sockets;
-}
-
-void TcpConnector::accept_higher(std::vector<Socket>& sockets, const Limits& limits, const Log& rejected) {
-  const Credentials credentials{key_, purpose(name_)};
-  PendingCallers pending(listener_, credentials);
-  const auto report = [&] {
-    for (const std::string& line : pending.take_log()) {
-      if (rejected) rejected(line);
-    }
-  };
-  for (std::string missing = missing_ranks(sockets); !missing.empty(); missing = missing_ranks(sockets)) {
-    throw_if_interrupted(limits);
-    std::vector<pollfd> entries = {{limits.wake_fd, POLLIN, 0}};
-    pending.add_entries(entries);
-    // The timeout also lets this loop drop silent callers.
-    const std::chrono::milliseconds tick = pending.empty() ? std::chrono::hours(1) : kHandshakeTime / 5;
-    const auto soon = SteadyClock::now() + pending.patience(tick);
-    poll(entries.data(), entries.size(), milliseconds_until(std::min(soon, limits.deadline)));
-    if (!pending.refused().empty()) throw CommError("this rank " + pending.refused());
-    if (SteadyClock::now() >= limits.deadline) {
-      const Contact mine = contact_of(listener_, address_, name_);
-      throw CommError(
-          "not connected in time to rank {}, which connects to this one at {} port {}: is an "
-          "address of these reachable from there, and the port open",
-          missing, fmt::join(mine.addresses, ", "), mine.port);
-    }
-    for (auto& caller : pending.advance(entries, sockets.size())) accept_rank(sockets, std::move(caller));
-    report();
-  }
-  pending.reject_all(kSaidNothing);  // no further rank is expected
-  report();
-}
-
-// Returns the higher ranks that are not connected, "2, 3"; "" if all higher ranks are connected.
-std::string TcpConnector::missing_ranks(const std::vector<Socket>& sockets) const {
-  std::string ranks;
-  for (size_t r = static_cast<size_t>(rank_) + 1; r < sockets.size(); ++r) {
-    if (!sockets[r]) ranks += fmt::format("{}{}", ranks.empty() ? "" : ", ", r);
-  }
-  return ranks;
-}
-
-void TcpConnector::accept_rank(std::vector<Socket>& sockets, PendingCallers::Caller caller) const try {
-  if (caller.first.op != Frame::Op::link) return;
-  const int rank = Message::decode(caller.first.value).number("rank", rank_ + 1, world_ - 1);
-  Socket& socket = sockets[static_cast<size_t>(rank)];
-  if (socket) return;
-  expect_full_buffers(caller.socket);
-  socket = std::move(caller.socket);
-} catch (const CommError&) {  // the caller is not a rank
-}
-
-// Connects to a rank. Retries until the deadline: a host's network may not be up yet, and a flood of
-// unauthenticated peers may displace a connection. A dead rank fails the group, which interrupts the retries.
-Socket TcpConnector::connect_to(int rank, const std::string& contact, const Limits& limits) const {
-  const auto theirs = Contact::parse(contact);
-  if (!theirs) {
-    throw CommError("connecting to rank {}: its address does not parse; are all ranks the same build?", rank);
-  }
-  const Frame hello{Frame::Op::link, 0, "", Message().add("rank", rank_).encode()};
-  const Credentials credentials{key_, purpose(theirs->name)};
-  while (true) {
-    Reach reached =
-        reach(*theirs, credentials, {.deadline = limits.deadline, .retry = true, .stop = limits.wake_fd});
-    throw_if_interrupted(limits);
-    if (!reached.socket) throw CommError("connecting to rank {}: {}", rank, reached.why);
-    if (!send_frame(*reached.socket, hello, limits.deadline)) continue;
-    expect_full_buffers(*reached.socket);
-    return std::move(*reached.socket);
   }
 }
 

@@ -20,7 +20,6 @@
 #include <functional>
 #include <mutex>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -28,50 +27,9 @@
 #include "collectives/net/socket.h"
 #include "collectives/transport/emulated_link.h"
 #include "runtime/threads/thread.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
-
-// Connects the ranks of a group of processes: one TCP connection per pair. Each rank connects to lower ranks
-// and accepts connections from higher ranks.
-
-class TcpConnector {
- public:
-  // Conditions that end a wait.
-  struct Limits {
-    SteadyClock::time_point deadline;
-    int wake_fd;                        // readable when interrupted() may have changed
-    std::function<bool()> interrupted;  // returns whether the group has failed
-  };
-  using Log = std::function<void(const std::string& line)>;
-
-  // Listens at `address` of this machine (empty: at all its addresses) on one of `ports`, for peers that know
-  // `key`. Throws CommError if it cannot listen.
-  TcpConnector(int rank, int world, const std::string& address, const std::string& key,
-               const PortRange& ports);
-
-  // Returns the text of the Contact that other ranks need to connect.
-  std::string contact() const;
-  // Connects to every rank. Returns the connections by rank, then stops listening. contacts[r] is rank r's
-  // contact. `rejected` gets log lines about unauthenticated peers (RejectedConnections). Throws CommError
-  // that names the rank that cannot be reached.
-  std::vector<Socket> connect(const std::vector<std::string>& contacts, const Limits& limits,
-                              const Log& rejected);
-
- private:
-  void accept_higher(std::vector<Socket>& sockets, const Limits& limits, const Log& rejected);
-  std::string missing_ranks(const std::vector<Socket>& sockets) const;
-  void accept_rank(std::vector<Socket>& sockets, PendingCallers::Caller caller) const;
-  Socket connect_to(int rank, const std::string& contact, const Limits& limits) const;
-
-  const int rank_, world_;
-  Socket listener_;
-  const std::string address_, name_, key_;
-};
-
-// Thrown if the connection to a rank is dead in both directions.
-struct LinkLost : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 class TcpLinks {
  public:
@@ -96,19 +54,23 @@ class TcpLinks {
     uint32_t sum_ = 0, theirs_ = 0;
   };
 
-  // Listens as TcpConnector does. `checksums`: add checksums to sent messages. Received messages are checked
-  // if their sender has added a checksum. `link`: if set, messages pass through emulated links. A message is
-  // written to its connection as it arrives at the other end of its link, so delays need no shared clock.
-  // Throws CommError if it cannot listen.
+  // Listens at `address` of this machine (empty: at all its addresses) on one of `ports`, for peers that know
+  // `key`. `checksums`: add checksums to sent messages. Received messages are checked if their sender has
+  // added a checksum. `link`: if set, messages pass through emulated links. A message is written to its
+  // connection as it arrives at the other end of its link, so delays need no shared clock. Throws CommError
+  // if it cannot listen.
   TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums = false,
            const PortRange& ports = {}, const EmulatedLink& link = {});
   ~TcpLinks();
   TcpLinks(const TcpLinks&) = delete;
 
-  std::string contact() const { return connector_.contact(); }
-  // Connects to every rank: see TcpConnector::connect().
+  // Returns the text of the Contact that other ranks need to connect.
+  std::string contact() const { return listener_.contact().text(); }
+  // Connects to lower ranks and accepts connections from higher ranks, then stops listening. contacts[r] is
+  // rank r's contact. `rejected` gets log lines about unauthenticated peers (RejectedConnections). Throws
+  // CommError that names the rank that cannot be reached, and after interrupt().
   void connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline,
-               const TcpConnector::Log& rejected = nullptr);
+               const std::function<void(const std::string& line)>& rejected = nullptr);
   // Returns the address from which that rank is connected to this rank.
   std::string address_of(int rank) const {
     return links_.at(static_cast<size_t>(rank)).socket.peer_address();
@@ -120,19 +82,26 @@ class TcpLinks {
   std::string over_links() const { return pacer_ ? " over links of " + pacer_->link().to_string() : ""; }
 
   // Posts a message. One thread at a time may call post(), hand_over() and wait(). post() and wait() throw
-  // LinkLost, and CommError after interrupt().
+  // CommError if the connection is dead in both directions, and after interrupt().
   void post(Message& message);
   void hand_over();
   // Waits until `message` is done. Returns false at the deadline.
   bool wait(Message& message, SteadyClock::time_point deadline);
 
   // Makes all current and later calls of wait() throw. Any thread may call it.
-  void interrupt();
+  void interrupt() {
+    std::lock_guard lock(mutex_);
+    interrupted_ = true;
+    caller_.wake.set();
+    if (polling_) helper_poll_.wake.set();
+  }
   // Forgets posted messages and does not access their memory afterwards. The connections cannot be used
   // afterwards.
   void drop();
 
  private:
+  // The flag in a frame's length which says that a checksum of 4 bytes follows the payload.
+  static constexpr uint64_t kHasChecksum = uint64_t{1} << 63;
   struct Link {
     Socket socket;
     std::deque<Message*> sends, receives;
@@ -146,12 +115,29 @@ class TcpLinks {
     std::vector<Link*> owners = {};  // the link of each entry
   };
 
+  void throw_if_group_failed() {
+    std::lock_guard lock(mutex_);
+    if (interrupted_) throw CommError("the group failed while its ranks connected");
+  }
+  Socket connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline);
+  void accept_higher(std::vector<Socket>& sockets, SteadyClock::time_point deadline,
+                     const std::function<void(const std::string& line)>& rejected);
   bool has_work() const;
-  static size_t length(const Message& message);
-  bool paced(const Link& link) const;
-  // Returns the number of bytes that may be sent to this rank or received from it now.
-  size_t may_send(Message& message);
-  size_t may_receive(const Link& link) const;
+  // Returns the number of bytes of the message on the connection. For a message being received, the result is
+  // valid once the message's frame has arrived.
+  static size_t length(const Message& m) {
+    return sizeof(Frame) + m.bytes + ((m.frame_.bytes & kHasChecksum) != 0 ? sizeof m.sum_ : 0);
+  }
+  bool paced(const Link& link) const {
+    return pacer_ && pacer_->link().between(rank_, static_cast<int>(&link - links_.data()));
+  }
+  // Return the number of bytes that may be sent to this rank or received from it now.
+  size_t may_send(Message& m) {
+    return pacer_ ? pacer_->arrived(m.flow_, LinkPacer::Time::clock::now()) - m.moved_ : SIZE_MAX;
+  }
+  size_t may_receive(const Link& link) const {
+    return paced(link) ? pacer_->may_receive(rank_, LinkPacer::Time::clock::now()) : SIZE_MAX;
+  }
   // Returns the events to poll for on a connection. Lowers `again` to the time at which more bytes may move.
   int events_of(Link& link, LinkPacer::Time& again);
   void push(Link& link);
@@ -162,7 +148,7 @@ class TcpLinks {
   // Moves bytes on the helper thread between hand_over() and wait().
   void help();
 
-  TcpConnector connector_;
+  Listener listener_;
   const bool checksums_;
   const int rank_;
   std::mutex mutex_;
