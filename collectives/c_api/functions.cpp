@@ -3,7 +3,7 @@
 
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/reducer.h"
-#include "collectives/codec/policy_codec.h"
+#include "collectives/codec/codec.h"
 #include "collectives/spec/spec.h"
 #include "collectives/transport/transport.h"
 #include "kernels/powersgd/orthonormalize.h"

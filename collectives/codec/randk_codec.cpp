@@ -15,19 +15,10 @@
 #include <algorithm>
 
 #include "collectives/codec/codec.h"
-#include "collectives/codec/policy_codec.h"
 #include "kernels/randk/randk.h"
 
 namespace gradwire {
 namespace {
-
-std::vector<RandKTensor> tensors_of(const BucketContext& c) {
-  std::vector<RandKTensor> all;
-  for (const BucketTensor& t : c.tensors) {
-    all.push_back({.offset = t.offset, .count = t.count(), .index = t.index});
-  }
-  return all;
-}
 
 class RandKCodec final : public Codec {
  public:
@@ -37,26 +28,33 @@ class RandKCodec final : public Codec {
         elements_(c.elements),
         step_(c.step),
         residual_(c, spec_.policy.keeps_errors()) {
+    std::vector<RandKTensor> tensors;
+    for (const BucketTensor& t : c.tensors) {
+      tensors.push_back({.offset = t.offset, .count = t.count(), .index = t.index});
+    }
     for (const double ratio : spec_.ramp_ratios()) {
-      stages_.push_back({RandKTable(c.stream, tensors_of(c), ratio, packing_unit(c.spec.wire, 1))});
+      stages_.push_back({RandKTable(c.stream, tensors, ratio, packing_unit(c.spec.wire, 1))});
     }
     const int64_t most = stages_.front().table.values();
-    values_ = make_buffer<float>(c.transport->device(), most);
-    lost_ = buffer<float>(c, spec_.policy.keeps_errors() && !spec_.wire->exact ? most : 0);
-    chosen_ = buffer<int64_t>(c, most);
-    for (Buffer* b : {&values_, &lost_, &chosen_}) fill_zero(c.stream, b->data(), b->bytes());
-    for (Stage& stage : stages_) add_allreduce(c, stage);
+    values_ = c.zeros(most);
+    lost_ = c.zeros(spec_.policy.keeps_errors() && !spec_.wire->exact ? most : 0);
+    chosen_ = make_buffer<int64_t>(c.transport->device(), most);
+    fill_zero(c.stream, chosen_.data(), chosen_.bytes());
+    for (Stage& stage : stages_) {
+      stage.allreduce = c.allreduce(
+          "", spec_.wire, {values_.data(), values_.data(), lost_.as<float>(), stage.table.values()});
+    }
     c.stream.synchronize();
   }
 
   size_t workspace_bytes() const override {
     size_t bytes = 0;
-    for (const Stage& stage : stages_) bytes = std::max(bytes, stage.allreduce->workspace_bytes());
+    for (const Stage& stage : stages_) bytes = std::max(bytes, stage.allreduce.program->workspace_bytes());
     return residual_.workspace_bytes() + bytes;
   }
   void bind(void* workspace) override {
     void* const rest = residual_.bind(workspace);
-    for (const Stage& stage : stages_) stage.allreduce->bind(rest);
+    for (const Stage& stage : stages_) stage.allreduce.program->bind(rest);
   }
   void rebind(float* gradients) override { gradients_ = gradients; }
   int64_t steady_from() const override {
@@ -75,9 +73,9 @@ class RandKCodec final : public Codec {
                           .chosen = chosen_.as<int64_t>(),
                           .seed = spec_.seed,
                           .step = step_});
-    fill_zero(stream, lost_.data(),
-              lost_.bytes());  // the residual already holds the errors of the previous step
-    stage.allreduce->run(stream, &phases);
+    // The residual already holds the errors of the previous step.
+    fill_zero(stream, lost_.data(), lost_.bytes());
+    stage.allreduce.program->run(stream, &phases);
     phases.enter(stream, Phase::decompress);
     randk_scatter(stream, {.chosen = chosen_.as<const int64_t>(),
                            .values = values_.as<const float>(),
@@ -100,7 +98,7 @@ class RandKCodec final : public Codec {
   }
 
   std::vector<PlannedAllreduce> plan() const override {
-    const SchedulePlanner::Choice& choice = stages_.back().choice;
+    const SchedulePlanner::Choice& choice = stages_.back().allreduce.choice;
     return {{"", choice.schedule.kind, choice.reason}};
   }
 
@@ -108,22 +106,8 @@ class RandKCodec final : public Codec {
   // A ratio of the ramp, and the allreduce of its values.
   struct Stage {
     RandKTable table;
-    SchedulePlanner::Choice choice = {};
-    std::unique_ptr<Program> allreduce = {};
+    BucketAllreduce allreduce = {};
   };
-
-  void add_allreduce(const BucketContext& c, Stage& stage) {
-    const int64_t count = stage.table.values();
-    stage.choice = c.choose(count, spec_.wire);
-    stage.allreduce =
-        std::make_unique<Program>(*c.transport, stage.choice.schedule,
-                                  ProgramBuffers{values_.data(), values_.data(), lost_.as<float>(), count},
-                                  c.compressed_options("", stage.choice.slice_bytes));
-  }
-  template <typename T>
-  static Buffer buffer(const BucketContext& c, int64_t count) {
-    return make_buffer<T>(c.transport->device(), count);
-  }
 
   const CompressionSpec spec_;
   float* gradients_;

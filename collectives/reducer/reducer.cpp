@@ -1,4 +1,4 @@
-// Constructs a reducer: its streams, and a codec for each bucket.
+// Constructs a reducer: its streams, and a pipeline for each bucket.
 #include "collectives/reducer/reducer.h"
 
 #include <algorithm>
@@ -88,13 +88,6 @@ void Reducer::build_buckets() {
   };
   plan(Collective::allreduce, planner_);
   if (options_.sharded) plan(Collective::reduce_scatter, scatter_planner_);
-  const CodecSetup setup{.comm = comm_,
-                         .spec = spec_,
-                         .stream = stream_,
-                         .step = device_step_.as<const uint64_t>(),
-                         .gradients = gradients_ ? gradients_.as<float>() : nullptr,
-                         .average = options_.average,
-                         .seed = options_.seed};
   const size_t count = layout_.buckets.size();
   for (const BucketRange& range : layout_.buckets) {
     const size_t b = buckets_.size();
@@ -104,8 +97,11 @@ void Reducer::build_buckets() {
     static_cast<BucketRange&>(bucket) = range;
     bucket_of_.resize(static_cast<size_t>(range.last_tensor), static_cast<int>(b));
     BucketContext context = bucket_context(
-        setup, tensors_, layout_, range,
+        comm_, spec_, stream_, tensors_, layout_, range, gradients_ ? gradients_.as<float>() : nullptr,
         fmt::format("bucket {} of {}{}{}", b + 1, count, options_.name.empty() ? "" : " of ", options_.name));
+    context.step = device_step_.as<const uint64_t>();
+    if (!options_.average) context.scale = 1.0f;
+    context.rounding_seed += options_.seed * 0x9e3779b97f4a7c15ull;
     context.planner = &*planner_;
     if (options_.sharded) {
       context.shards = shards(range);
@@ -115,11 +111,12 @@ void Reducer::build_buckets() {
     context.slice_bytes = options_.slice_bytes;
     context.beside_others = lanes_.size() > 1;
     bucket.data = context.gradients;
-    bucket.codec = options_.make_codec ? options_.make_codec(context) : make_codec(context);
-    if (options_.skip_unused) bucket.codec = make_unused_codec(context, std::move(bucket.codec));
+    auto codec = options_.make_codec ? options_.make_codec(context) : nullptr;
+    context.skip_unused = options_.skip_unused;
+    bucket.pipeline = std::make_unique<BucketPipeline>(context, std::move(codec));
     bucket.lane = b % lanes_.size();
     size_t& most = lane_of(bucket).workspace_bytes;
-    most = std::max(most, bucket.codec->workspace_bytes());
+    most = std::max(most, bucket.pipeline->workspace_bytes());
     const SchedulePlanner& dense = options_.sharded ? *scatter_planner_ : *planner_;
     const int64_t sent = elements_sent(dense.choose(range.elements(), kFp32, context.shards).schedule,
                                        comm_.rank(), range.elements(), context.shards);
@@ -127,7 +124,7 @@ void Reducer::build_buckets() {
   }
   describe_memory();
   for (Lane& lane : lanes_) lane.workspace = Buffer(comm_.device(), lane.workspace_bytes);
-  for (Bucket& b : buckets_) b.codec->bind(lane_of(b).workspace.data());
+  for (Bucket& b : buckets_) b.pipeline->bind(lane_of(b).workspace.data());
 }
 
 // Returns the average size of the bucket's elements, in the types of the gradients.
@@ -207,7 +204,7 @@ void Reducer::adopt(std::span<void* const> gradients) {
     if (b.staged) data = staging_of(b);
     if (data == b.data) continue;
     lane_of(b).stream.synchronize();
-    b.codec->rebind(data);
+    b.pipeline->rebind(data);
     b.data = data;
   }
 }

@@ -24,7 +24,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/codec/codec.h"
+#include "collectives/codec/pipeline.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/buckets.h"
 #include "collectives/reducer/report.h"
@@ -62,7 +62,7 @@ struct ReducerOptions {
   bool skip_unused = false;
   // Receives each exchange of the steps it traces; must outlive the reducer. Needs `timing`.
   Tracer* tracer = nullptr;
-  // Constructs the codec of each bucket; empty: the codec named by the spec.
+  // Constructs the codec of each bucket, without the spec's policies; empty: as the spec says.
   std::function<std::unique_ptr<Codec>(const BucketContext&)> make_codec = {};
 };
 
@@ -157,8 +157,8 @@ class Reducer {
 
  private:
   struct Bucket : BucketRange {
-    std::unique_ptr<Codec> codec;
-    float* data = nullptr;  // the codec's data: the reducer's memory, or adopted
+    std::unique_ptr<BucketPipeline> pipeline;
+    float* data = nullptr;  // the pipeline's data: the reducer's memory, or adopted
     bool staged = false;    // tensors are copied into and out of the reducer's memory
     // Gaps that another user of the memory may have written, as offsets from the bucket's start.
     std::vector<ElementRange> gaps;

@@ -12,9 +12,9 @@ namespace gradwire {
 namespace {
 
 // Returns a text such as "schedule two_shot (fastest: 1.2 ms predicted, ring 1.9 ms)" for each allreduce.
-std::string plan_text(const Codec& codec) {
+std::string plan_text(const BucketPipeline& pipeline) {
   std::string text;
-  for (const PlannedAllreduce& p : codec.plan()) {
+  for (const PlannedAllreduce& p : pipeline.plan()) {
     text += fmt::format("{}{}{}schedule {} ({})", text.empty() ? "" : "; ", p.what,
                         p.what.empty() ? "" : ": ", name(p.schedule), p.reason);
   }
@@ -55,7 +55,7 @@ std::vector<TensorState> Reducer::tensor_state() const {
   std::vector<TensorState> all;
   for (const Bucket& b : buckets_) {
     const auto begin = static_cast<std::ptrdiff_t>(all.size());
-    const Residual* residual = b.codec->residual();
+    const Residual* residual = b.pipeline->residual();
     for (int i = b.first_tensor; residual != nullptr && i < b.last_tensor; ++i) {
       if (tensors_[i].count() == 0) continue;
       const int64_t first = layout_.offsets[i] - b.begin;
@@ -65,7 +65,7 @@ std::vector<TensorState> Reducer::tensor_state() const {
                      .first = first,
                      .shape = tensors_[i].shape});
     }
-    for (TensorState& s : b.codec->tensor_state()) {
+    for (TensorState& s : b.pipeline->tensor_state()) {
       if (s.tensor < b.first_tensor || s.tensor >= b.last_tensor || s.kind == kResidualKind) {
         throw Error(
             "a codec has state '{}' of tensor {}, but the tensor is not in its bucket or the name is "
@@ -86,9 +86,9 @@ ReducerMemory Reducer::memory() const {
     memory.staging += static_cast<int64_t>(lane.workspace.bytes() + lane.staging.bytes());
   }
   for (const Bucket& b : buckets_) {
-    const int64_t residual = b.codec->residual() != nullptr ? b.codec->residual()->bytes() : 0;
+    const int64_t residual = b.pipeline->residual() != nullptr ? b.pipeline->residual()->bytes() : 0;
     memory.residual += residual;
-    memory.factors += b.codec->state_bytes() - residual;
+    memory.factors += b.pipeline->state_bytes() - residual;
   }
   return memory;
 }
@@ -99,7 +99,7 @@ std::string Reducer::describe() const {
   for (size_t b = 0; b < buckets_.size(); ++b) {
     const Bucket& bucket = buckets_[b];
     text += fmt::format("bucket {}: {} tensors, {} bytes; {}; {}\n", b, bucket.tensors(),
-                        bucket.elements() * 4, bucket.codec->describe(), plan_text(*bucket.codec));
+                        bucket.elements() * 4, bucket.pipeline->describe(), plan_text(*bucket.pipeline));
   }
   if (const std::string links = links_text(); !links.empty()) text += links + "\n";
   return text;
@@ -108,7 +108,7 @@ std::string Reducer::describe() const {
 std::string Reducer::schedule() const {
   std::vector<std::string> kinds;
   for (const Bucket& b : buckets_) {
-    for (const PlannedAllreduce& p : b.codec->plan()) {
+    for (const PlannedAllreduce& p : b.pipeline->plan()) {
       if (std::find(kinds.begin(), kinds.end(), name(p.schedule)) == kinds.end())
         kinds.push_back(name(p.schedule));
     }
@@ -121,7 +121,7 @@ std::string Reducer::schedule() const {
 std::string Reducer::schedule_reason() const {
   if (buckets_.empty()) return "a world of 1";
   auto smaller = [](const Bucket& a, const Bucket& b) { return a.elements() < b.elements(); };
-  std::string text = plan_text(*std::max_element(buckets_.begin(), buckets_.end(), smaller)->codec);
+  std::string text = plan_text(*std::max_element(buckets_.begin(), buckets_.end(), smaller)->pipeline);
   if (const std::string links = links_text(); !links.empty()) text += "; " + links;
   return text;
 }

@@ -111,13 +111,13 @@ void Reducer::wait(const Stream& consumer) {
 
 int64_t Reducer::steady_from() const {
   int64_t step = 0;
-  for (const Bucket& b : buckets_) step = std::max(step, b.codec->steady_from());
+  for (const Bucket& b : buckets_) step = std::max(step, b.pipeline->steady_from());
   return step;
 }
 
 int64_t Reducer::period() const {
   int64_t steps = 1;
-  for (const Bucket& b : buckets_) steps = std::lcm(steps, b.codec->period());
+  for (const Bucket& b : buckets_) steps = std::lcm(steps, b.pipeline->period());
   return steps;
 }
 
@@ -174,7 +174,7 @@ void Reducer::launch(int position) {
     stage(bucket, true);
   }
   if (bucket.staged) clear_gaps(bucket);
-  bucket.codec->run(stream, step_, phases);
+  bucket.pipeline->run(stream, step_, phases);
   if (bucket.staged) {
     phases.enter(stream, Phase::decompress);
     stage(bucket, false);

@@ -1,4 +1,4 @@
-// Element-wise passes of error feedback's policies around a bucket's collective (policy_codec.cpp). Limit:
+// Element-wise passes of error feedback's policies around a bucket's collective (pipeline.h). Limit:
 // memory bandwidth. Alignment: any (16 bytes are fast). Deterministic; the same bits on every device.
 //
 // EF21: each rank has an estimate of its gradient g, stored as the mean h of all ranks' estimates plus the

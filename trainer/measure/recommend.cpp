@@ -9,7 +9,6 @@
 #include <set>
 
 #include "collectives/codec/codec.h"
-#include "collectives/codec/policy_codec.h"
 #include "collectives/plan/planner.h"
 #include "collectives/program/program.h"
 #include "collectives/reducer/choose.h"

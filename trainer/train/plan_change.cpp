@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "collectives/agreement/statements.h"
-#include "collectives/codec/policy_codec.h"
+#include "collectives/codec/codec.h"
 #include "runtime/device/device.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
