@@ -3,6 +3,7 @@
 
 #include "collectives/c_api/comm.h"
 #include "collectives/reducer/reducer.h"
+#include "collectives/reducer/snapshot.h"
 
 namespace gradwire::c_api {
 
@@ -50,8 +51,7 @@ struct ApiReducer {
   size_t write_state(char* state) const;
   SavedState read_state(const void* bytes, size_t size) const;
   void restore(std::vector<SavedState> states);
-  std::map<size_t, std::vector<float>> check_rest(const std::vector<SavedState>& states,
-                                                  const std::vector<const char*>& residuals) const;
+  void check_rest(const std::vector<SavedState>& states, const Residuals& unsent) const;
 
   // Compares the loaded states of all ranks in the first step after a load.
   void announce_loaded_state();
@@ -69,9 +69,9 @@ struct ApiReducer {
     bool unannounced = false;
   };
   Loaded loaded_;
-  // [tensor]: residuals loaded in a world of 1, which has no codec to hold residuals. The next step adds the
-  // residuals to the gradients.
-  std::map<size_t, std::vector<float>> unsent_;
+  // Residuals loaded in a world of 1, which has no codec to hold residuals. The next step adds the residuals
+  // to the gradients.
+  Residuals unsent_;
 };
 
 // Return copies of the caller's array and struct, which may have the sizes of another version of the header.

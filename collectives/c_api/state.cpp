@@ -100,12 +100,6 @@ int64_t cols_of(const GradientTensor& t) {
   return t.shape.size() > 1 ? t.shape[1] : 1;
 }
 
-std::vector<float> floats(const char* data, int64_t count) {
-  std::vector<float> values(static_cast<size_t>(count));
-  std::memcpy(values.data(), data, values.size() * sizeof(float));
-  return values;
-}
-
 // Reads untrusted bytes, and never reads past the end of the bytes.
 class Cursor {
  public:
@@ -196,23 +190,6 @@ const char* take_entry(SavedState& state, size_t i, const std::string& kind, DTy
   const char* const data = entry->data;
   entries.erase(entry);
   return data;
-}
-
-// Removes the residuals of tensor `i` from the states. Returns their sum, which is in `sum` if several states
-// have a residual; null: no state has a residual.
-const char* take_residual(std::vector<SavedState>& states, size_t i, int64_t count, std::vector<float>& sum) {
-  const char* found = nullptr;
-  for (SavedState& state : states) {
-    const char* const data = take_entry(state, i, kResidualKind, DType::f32, count);
-    if (found == nullptr || data == nullptr) {
-      found = found == nullptr ? data : found;
-      continue;
-    }
-    if (sum.empty()) sum = floats(found, count);
-    add_residual(sum, floats(data, count));
-    found = reinterpret_cast<const char*>(sum.data());
-  }
-  return found;
 }
 
 }  // namespace
@@ -360,10 +337,13 @@ void ApiReducer::load_states(const void* const* states, const size_t* sizes, int
 void ApiReducer::restore(std::vector<SavedState> states) {
   const int saved_world = states[0].world, world = comm->communicator->world();
   std::vector<LoadedResidual> residuals = residuals_in(states);
-  std::vector<const char*> residual_of(tensors.size());  // null: the states have no residual of the tensor
-  std::vector<std::vector<float>> sums(tensors.size());  // to which residual_of may point
+  Residuals sums;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    residual_of[i] = take_residual(states, i, tensors[i].count(), sums[i]);
+    for (SavedState& state : states) {
+      const int64_t count = tensors[i].count();
+      const char* const data = take_entry(state, i, kResidualKind, DType::f32, count);
+      if (data != nullptr) add_residual(sums[i], data, count);
+    }
   }
   const std::vector<TensorState> targets = reducer.tensor_state();
   std::vector<const char*> sources;  // null: the target becomes zero
@@ -371,8 +351,10 @@ void ApiReducer::restore(std::vector<SavedState> states) {
   for (const TensorState& t : targets) {
     const auto i = static_cast<size_t>(t.tensor);
     const bool is_residual = t.kind == kResidualKind;
-    const char* from = is_residual ? std::exchange(residual_of[i], nullptr)
-                                   : take_entry(states[0], i, t.kind, t.dtype, t.count());
+    const auto sum = sums.find(i);
+    const char* from = !is_residual        ? take_entry(states[0], i, t.kind, t.dtype, t.count())
+                       : sum != sums.end() ? reinterpret_cast<const char*>(sum->second.data())
+                                           : nullptr;
     // A world of 1 saves no factors, because it has no codec.
     require(from != nullptr || is_residual || saved_world == 1, "the state has no '{}' of '{}'", t.kind,
             tensors[i].name);
@@ -382,7 +364,8 @@ void ApiReducer::restore(std::vector<SavedState> states) {
       factors = mix(factors, crc32(from, static_cast<size_t>(t.bytes())));
     }
   }
-  std::map<size_t, std::vector<float>> unsent = check_rest(states, residual_of);
+  Residuals unsent = take_left_over(sums, targets);
+  check_rest(states, unsent);
 
   const FinishOnError finish(comm->stream);  // the caller may free the states
   for (size_t k = 0; k < targets.size(); ++k) {
@@ -404,23 +387,15 @@ void ApiReducer::restore(std::vector<SavedState> states) {
   loaded_.unannounced = true;
 }
 
-// Returns the residuals for unsent_ among the residuals that no codec takes. Throws BadInput if other entries
-// remain in the states. With an FP32 format a dense tensor has a residual, always zero, only if its bucket
-// also holds a matrix. So zeros may remain.
-std::map<size_t, std::vector<float>> ApiReducer::check_rest(const std::vector<SavedState>& states,
-                                                            const std::vector<const char*>& residuals) const {
+// Throws BadInput if the states hold more than the reducer: residuals although a codec holds residuals, or
+// other entries. With an FP32 format a dense tensor has a residual, always zero, only if its bucket also
+// holds a matrix. So zeros may remain.
+void ApiReducer::check_rest(const std::vector<SavedState>& states, const Residuals& unsent) const {
   constexpr const char* kStateOnly = "'{}' has a '{}' in the state only";
   const int world = comm->communicator->world();
-  std::map<size_t, std::vector<float>> unsent;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto count = static_cast<uint64_t>(tensors[i].count());
-    if (residuals[i] == nullptr || SavedEntry{kResidualKind, DType::f32, count, residuals[i]}.is_zero()) {
-      continue;
-    }
-    // Without buckets, in a world of 1, no codec holds residuals.
-    require(reducer.buckets() == 0, kStateOnly, tensors[i].name, kResidualKind);
-    unsent[i] = floats(residuals[i], tensors[i].count());
-  }
+  // Without buckets, in a world of 1, no codec holds residuals.
+  require(unsent.empty() || reducer.buckets() == 0, kStateOnly,
+          unsent.empty() ? "" : tensors[unsent.begin()->first].name, kResidualKind);
   for (const SavedState& state : states) {
     for (size_t i = 0; i < state.tensors.size(); ++i) {
       for (const SavedEntry& e : state.tensors[i].entries) {
@@ -429,7 +404,6 @@ std::map<size_t, std::vector<float>> ApiReducer::check_rest(const std::vector<Sa
       }
     }
   }
-  return unsent;
 }
 
 void ApiReducer::announce_loaded_state() {

@@ -63,8 +63,8 @@ inline bool is_loaded(const std::string& kind, bool same_on_all_ranks, int saved
 // Returns the ranks of the saved world whose residuals `rank` of `world` ranks adds up: rank, rank + world,
 // ... So the sum over all ranks is unchanged. Empty for an additional rank.
 std::vector<int> merged_ranks(int rank, int world, int saved_world);
-// Adds a residual to `sum`; an empty sum counts as zero.
-void add_residual(std::vector<float>& sum, const std::vector<float>& residual);
+// Adds a residual of `count` floats, at any address, to `sum`; an empty sum counts as zero.
+void add_residual(std::vector<float>& sum, const void* residual, int64_t count);
 
 // A tensor's position in a bucket.
 struct BucketTensor {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "collectives/codec/codec.h"
 #include "kernels/wire/floats.h"
@@ -122,12 +123,11 @@ std::vector<int> merged_ranks(int rank, int world, int saved_world) {
   return ranks;
 }
 
-void add_residual(std::vector<float>& sum, const std::vector<float>& residual) {
-  if (sum.empty()) {
-    sum = residual;
-    return;
-  }
-  for (size_t i = 0; i < residual.size(); ++i) sum[i] += residual[i];
+void add_residual(std::vector<float>& sum, const void* residual, int64_t count) {
+  std::vector<float> values(static_cast<size_t>(count));
+  std::memcpy(values.data(), residual, values.size() * sizeof(float));
+  if (sum.empty()) return sum.swap(values);
+  for (size_t i = 0; i < values.size(); ++i) sum[i] += values[i];
 }
 
 void TensorState::read(const Stream& stream, size_t first_byte, std::span<std::byte> to) const {

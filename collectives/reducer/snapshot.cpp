@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <span>
+#include <utility>
 
 #include "runtime/device/device.h"
 #include "runtime/util/error.h"
@@ -61,10 +63,10 @@ double ReducerSnapshot::residual_norm() const {
   return std::sqrt(sum);
 }
 
-bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int world, Into into) const {
-  const std::vector<TensorState> states =
-      into == Into::same_codec ? reducer.tensor_state() : std::vector<TensorState>();
-  float* rest = nullptr;
+bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int world,
+                              bool same_codec) const {
+  const std::vector<TensorState> states = same_codec ? reducer.tensor_state() : std::vector<TensorState>();
+  Residuals residuals;
   const FinishOnError finish(stream);
   for (const Entry& entry : entries_) {
     if (!is_loaded(entry.kind, entry.same_on_all_ranks, world_, world)) continue;
@@ -72,24 +74,52 @@ bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int 
     const auto to = std::find_if(states.begin(), states.end(), [&](const TensorState& state) {
       return state.tensor == entry.tensor && state.kind == entry.kind;
     });
-    if (to != states.end()) {
-      if (static_cast<size_t>(to->bytes()) != entry.bytes) {
-        throw Error("ReducerSnapshot::restore: '{}' of tensor {} has {} bytes, the snapshot {}", entry.kind,
-                    entry.tensor, to->bytes(), entry.bytes);
-      }
-      to->write(stream, 0, {from, entry.bytes});
-    } else if (into == Into::same_codec && world_ == world) {
+    if (to != states.end() && static_cast<size_t>(to->bytes()) != entry.bytes) {
+      throw Error("ReducerSnapshot::restore: '{}' of tensor {} has {} bytes, the snapshot {}", entry.kind,
+                  entry.tensor, to->bytes(), entry.bytes);
+    }
+    if (to == states.end() && same_codec && world_ == world) {
       throw Error("ReducerSnapshot::restore: no place for '{}' of tensor {}", entry.kind, entry.tensor);
-    } else if (entry.kind == kResidualKind) {
-      if (rest == nullptr) {
-        rest = reducer.gradients().as<float>();
-        fill_zero(stream, rest, static_cast<size_t>(reducer.elements()) * sizeof(float));
-      }
-      copy(stream, rest + reducer.offset(entry.tensor), from, entry.bytes);
+    }
+    if (entry.kind == kResidualKind) {
+      add_residual(residuals[static_cast<size_t>(entry.tensor)], from,
+                   static_cast<int64_t>(entry.bytes / sizeof(float)));
+    } else if (to != states.end()) {
+      to->write(stream, 0, {from, entry.bytes});
+    }
+  }
+  return load_residuals(stream, reducer, std::move(residuals), same_codec);
+}
+
+Residuals take_left_over(Residuals& residuals, const std::vector<TensorState>& states) {
+  Residuals rest = std::exchange(residuals, {});
+  for (const TensorState& state : states) {
+    if (state.kind == kResidualKind) residuals.insert(rest.extract(static_cast<size_t>(state.tensor)));
+  }
+  std::erase_if(rest, [](const auto& residual) {
+    return std::ranges::all_of(residual.second, [](float x) { return x == 0.0f; });
+  });
+  return rest;
+}
+
+bool load_residuals(const Stream& stream, const Reducer& reducer, Residuals residuals, bool same_codec) {
+  const std::vector<TensorState> states = same_codec ? reducer.tensor_state() : std::vector<TensorState>();
+  const Residuals rest = take_left_over(residuals, states);
+  const FinishOnError finish(stream);
+  for (const TensorState& state : states) {
+    const auto found = residuals.find(static_cast<size_t>(state.tensor));
+    if (state.kind != kResidualKind || found == residuals.end()) continue;
+    state.write(stream, 0, std::as_bytes(std::span<const float>(found->second)));
+  }
+  if (!rest.empty()) {
+    float* const gradients = reducer.gradients().as<float>();
+    fill_zero(stream, gradients, static_cast<size_t>(reducer.elements()) * sizeof(float));
+    for (const auto& [tensor, values] : rest) {
+      to_device(stream, gradients + reducer.offset(static_cast<int>(tensor)), std::span<const float>(values));
     }
   }
   stream.synchronize();
-  return rest != nullptr;
+  return !rest.empty();
 }
 
 }  // namespace gradwire
