@@ -161,9 +161,11 @@ SavedState parse_state(const void* state, size_t size) {
   return saved;
 }
 
-// Returns the ranks whose residuals are in the states, with digests of the residuals.
-std::vector<LoadedResidual> residuals_in(const std::vector<SavedState>& states) {
-  std::vector<LoadedResidual> found;
+constexpr size_t kNumbersOfResidual = 3;
+
+// Returns the world and the rank of each residual in the states that is not zero, and a digest.
+std::vector<double> residuals_in(const std::vector<SavedState>& states) {
+  std::vector<double> found;
   for (const SavedState& state : states) {
     uint64_t digest = 0;
     bool zero = true;
@@ -174,7 +176,9 @@ std::vector<LoadedResidual> residuals_in(const std::vector<SavedState>& states) 
         digest = mix(digest, crc32(e.data, e.bytes()));
       }
     }
-    if (!zero) found.push_back({state.rank, state.world, digest});
+    if (zero) continue;
+    found.insert(found.end(), {static_cast<double>(state.world), static_cast<double>(state.rank),
+                               static_cast<double>(digest >> 11)});
   }
   return found;
 }
@@ -336,7 +340,7 @@ void ApiReducer::load_states(const void* const* states, const size_t* sizes, int
 // copy, because a rejected state must leave the reducer unchanged.
 void ApiReducer::restore(std::vector<SavedState> states) {
   const int saved_world = states[0].world, world = comm->communicator->world();
-  std::vector<LoadedResidual> residuals = residuals_in(states);
+  std::vector<double> residuals = residuals_in(states);
   Residuals sums;
   for (size_t i = 0; i < tensors.size(); ++i) {
     for (SavedState& state : states) {
@@ -380,11 +384,11 @@ void ApiReducer::restore(std::vector<SavedState> states) {
   unsent_ = std::move(unsent);
   first_step_ = states[0].steps;
   reducer.resume_at(first_step_);
-  loaded_.call.what = fmt::format("{} continues from a loaded state of step {}, factors {:08x}", options.name,
-                                  first_step_, factors >> 32);
-  loaded_.call.hash = mix(0x6c6f6164, loaded_.call.what);
-  loaded_.residuals = std::move(residuals);
-  loaded_.unannounced = true;
+  loaded_.what = fmt::format("{} continues from a loaded state of step {}, factors {:08x}", options.name,
+                             first_step_, factors >> 32);
+  loaded_.hash = mix(0x6c6f6164, loaded_.what);
+  loaded_residuals_ = std::move(residuals);
+  unannounced_ = true;
 }
 
 // Throws BadInput if the states hold more than the reducer: residuals although a codec holds residuals, or
@@ -407,33 +411,21 @@ void ApiReducer::check_rest(const std::vector<SavedState>& states, const Residua
 }
 
 void ApiReducer::announce_loaded_state() {
-  if (!loaded_.unannounced) return;
-  loaded_.unannounced = false;
-  if (comm->communicator->world() == 1) return;
-  comm->communicator->transport().begin_call(comm->stream, loaded_.call);
-  refuse_residuals_loaded_twice();
-}
-
-// Fails the group if two ranks have loaded the residual of the same rank. Collective; blocks the caller.
-void ApiReducer::refuse_residuals_loaded_twice() const {
+  if (!std::exchange(unannounced_, false) || comm->communicator->world() == 1) return;
   Transport& transport = comm->communicator->transport();
+  transport.begin_call(comm->stream, loaded_);
   const std::string what = "comparing the states that ranks have loaded";
   size_t most = 0;
-  for (const auto& count :
-       all_gather(transport, comm->stream, {static_cast<double>(loaded_.residuals.size())}, what)) {
-    most = std::max(most, static_cast<size_t>(count[0]));
+  for (const double count :
+       all_gather_value(transport, comm->stream, static_cast<double>(loaded_residuals_.size()), what)) {
+    most = std::max(most, static_cast<size_t>(count));
   }
-  constexpr size_t kNumbers = 3;  // world (0: no residual), rank, digest
-  std::vector<double> numbers;
-  for (const LoadedResidual& r : loaded_.residuals) {
-    numbers.insert(numbers.end(), {static_cast<double>(r.world), static_cast<double>(r.rank),
-                                   static_cast<double>(r.digest >> 11)});
-  }
-  numbers.resize(most * kNumbers);
+  std::vector<double> numbers = loaded_residuals_;
+  numbers.resize(most);  // a world of 0: no residual
   const auto all = all_gather(transport, comm->stream, numbers, what);
   std::map<std::tuple<double, double, double>, size_t> loaded_by;
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    for (size_t at = 0; at < all[rank].size(); at += kNumbers) {
+    for (size_t at = 0; at < all[rank].size(); at += kNumbersOfResidual) {
       const double* r = all[rank].data() + at;
       if (r[0] == 0) continue;
       const auto [other, added] = loaded_by.emplace(std::tuple(r[0], r[1], r[2]), rank);

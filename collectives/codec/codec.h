@@ -11,6 +11,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives/codec/residual.h"
@@ -76,18 +77,6 @@ struct BucketTensor {
   int64_t count() const { return rows * cols; }
 };
 
-// Elements [begin, end) of a bucket or of a flat buffer.
-struct ElementRange {
-  int64_t begin = 0, end = 0;
-  int64_t count() const { return end - begin; }
-  bool operator==(const ElementRange&) const = default;
-};
-
-// Returns the fields of a spec that the planner needs.
-inline ScheduleRequest schedule_request(const CompressionSpec& spec) {
-  return {.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node};
-}
-
 // An allreduce (with shards, a reduce-scatter) of a bucket or of a part of it.
 struct BucketAllreduce {
   SchedulePlanner::Choice choice = {};
@@ -127,12 +116,8 @@ struct BucketContext {
   Buffer zeros(int64_t floats) const;
 };
 
-// A description of an allreduce that a codec performs in each step.
-struct PlannedAllreduce {
-  std::string what;  // "" for a codec's only allreduce
-  ScheduleKind schedule = ScheduleKind::ring;
-  std::string reason;
-};
+// The allreduces that a codec performs in each step, and what they average: "" for a codec's only allreduce.
+using PlannedAllreduces = std::vector<std::pair<std::string, const SchedulePlanner::Choice*>>;
 
 class Codec {
  public:
@@ -160,7 +145,7 @@ class Codec {
   virtual std::vector<TensorState> tensor_state() { return {}; }
   virtual int64_t state_bytes() const = 0;  // bytes of device memory besides gradients and workspace
   virtual std::string describe() const = 0;
-  virtual std::vector<PlannedAllreduce> plan() const = 0;
+  virtual PlannedAllreduces plan() const = 0;
 };
 
 // Returns the codec that the spec names, for all tensors of the context, including dense ones; null: the spec

@@ -157,7 +157,7 @@ class LowRankCodec final : public Codec {
   // The comment at the top of the file lists the phases.
   void run(const Stream& stream, int64_t step, BucketPhases& phases) override {
     phases.enter(stream, Phase::compress);
-    residual_.begin_step(stream, phases);
+    residual_.load(stream, phases, true);
     if (spec_.alternate) {
       const auto turn = static_cast<size_t>((step - spec_.policy.start) % 2);
       send_one(stream, factors_[turn], factors_[1 - turn], phases);
@@ -206,19 +206,15 @@ class LowRankCodec final : public Codec {
                        projections_ == nullptr ? "" : "; products by " + projections_->name());
   }
 
-  std::vector<PlannedAllreduce> plan() const override {
-    std::vector<PlannedAllreduce> all;
+  PlannedAllreduces plan() const override {
+    PlannedAllreduces all;
     for (const FactorState& factor : factors_) {
-      const SchedulePlanner::Choice& choice = factor.allreduce.choice;
       if (factor.allreduce.program && factor.elements + plan_.dense_elements > 0) {
-        all.push_back({factor.part, choice.schedule.kind, choice.reason});
+        all.emplace_back(factor.part, &factor.allreduce.choice);
       }
       if (!has_matrices()) break;  // without matrices the other factor sums the same dense tensors
     }
-    if (!halves_.empty()) {
-      const SchedulePlanner::Choice& choice = halves_[0].allreduce.choice;
-      all.push_back({"Q", choice.schedule.kind, choice.reason});
-    }
+    if (!halves_.empty()) all.emplace_back("Q", &halves_[0].allreduce.choice);
     return all;
   }
 

@@ -261,7 +261,7 @@ void BucketPipeline::run(const Stream& stream, int64_t step, BucketPhases& phase
     if (codec_) {
       codec_->run(stream, step, phases);
     } else {
-      residual_->begin_step(stream, phases);
+      residual_->load(stream, phases, true);
       formats_[policy_.stage(step, formats_.size())].program->run(stream, &phases);
       if (gaps_.count() > 0) {
         phases.enter(stream, Phase::decompress);
@@ -364,13 +364,10 @@ std::string BucketPipeline::describe() const {
   return text;
 }
 
-std::vector<PlannedAllreduce> BucketPipeline::plan() const {
-  std::vector<PlannedAllreduce> all = codec_ ? codec_->plan() : std::vector<PlannedAllreduce>();
-  const auto add = [&](const char* what, const SchedulePlanner::Choice& choice) {
-    all.push_back({what, choice.schedule.kind, choice.reason});
-  };
-  if (!formats_.empty()) add("", formats_.back().choice);
-  if (dense_allreduce_.program) add("dense tensors", dense_allreduce_.choice);
+PlannedAllreduces BucketPipeline::plan() const {
+  PlannedAllreduces all = codec_ ? codec_->plan() : PlannedAllreduces();
+  if (!formats_.empty()) all.emplace_back("", &formats_.back().choice);
+  if (dense_allreduce_.program) all.emplace_back("dense tensors", &dense_allreduce_.choice);
   return all;
 }
 

@@ -69,7 +69,7 @@ class BucketPipeline {
   std::vector<TensorState> tensor_state();
   int64_t state_bytes() const;
   std::string describe() const;
-  std::vector<PlannedAllreduce> plan() const;
+  PlannedAllreduces plan() const;
 
  private:
   void add_average(const BucketContext& c);

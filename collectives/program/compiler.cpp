@@ -42,7 +42,7 @@ class Program::Compiler {
   };
   // The state of one chunk on this rank.
   struct Chunk {
-    ChunkRange range;
+    ElementRange range;
     bool owned = false;
     float* exact = nullptr;        // place of the FP32 sum and of the final value
     void* encoded = nullptr;       // place of the encoded chunk

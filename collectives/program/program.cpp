@@ -26,10 +26,6 @@ bool library_serves(Transport& transport, const Schedule& schedule, const Progra
   return true;
 }
 
-const char* plural_of(DType dtype) {
-  return dtype == DType::f32 ? "floats" : dtype == DType::bf16 ? "BF16 values" : "FP16 values";
-}
-
 }  // namespace
 
 Program::Program(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers,
@@ -99,11 +95,14 @@ Call Program::describe() const {
       }
     }
   }
+  const char* const values = buffers_.dtype == DType::f32    ? "floats"
+                             : buffers_.dtype == DType::bf16 ? "BF16 values"
+                                                             : "FP16 values";
   const std::string wire = options_.wire->name;
   const std::string spec = options_.spec.empty() || options_.spec == wire ? "" : ", " + options_.spec;
   return {hash,
           fmt::format("{} of {} ({} {}, {}, {}{})", name(schedule_.collective), options_.what, buffers_.count,
-                      plural_of(buffers_.dtype), options_.wire->registered ? options_.wire->identity() : wire,
+                      values, options_.wire->registered ? options_.wire->identity() : wire,
                       name(schedule_.kind), spec)};
 }
 
@@ -113,7 +112,7 @@ int Program::slices_for(const Schedule& schedule, int64_t count, Wire wire, int6
   int64_t largest = (count + schedule.chunks - 1) / schedule.chunks;
   if (!shards.empty()) {
     largest = 0;
-    for (ChunkRange range : chunk_ranges(schedule, count, shards, wire->granularity)) {
+    for (ElementRange range : chunk_ranges(schedule, count, shards, wire->granularity)) {
       largest = std::max(largest, range.count());
     }
   }
@@ -339,7 +338,7 @@ void BucketPhases::begin(const Stream& stream) {
   stream_ = stream;
   used_ = 0;
   entered_ = false;
-  if (!options_.timing) return;
+  if (!timing_) return;
   Segment& first = next(stream);
   first.phase = Phase::compress;
   first.allreduce = nullptr;
@@ -347,7 +346,7 @@ void BucketPhases::begin(const Stream& stream) {
 
 void BucketPhases::enter(const Stream& stream, Phase phase, const ProgramInfo* allreduce) {
   if (!stream_ || !(stream == stream_)) return;
-  if (options_.timing) {
+  if (timing_) {
     Segment* current = &segments_[used_ - 1];
     if (entered_ && current->phase == phase && current->allreduce == allreduce) return;
     if (entered_) current = &next(stream);  // otherwise nothing has been enqueued since begin()
@@ -356,12 +355,12 @@ void BucketPhases::enter(const Stream& stream, Phase phase, const ProgramInfo* a
   }
   entered_ = true;
   range_.reset();  // end the previous range before the next begins
-  range_.emplace(activity(phase), options_.bucket);
+  range_.emplace(activity(phase), bucket_);
 }
 
 void BucketPhases::end() {
   range_.reset();
-  if (options_.timing) next(stream_);
+  if (timing_) next(stream_);
   stream_ = {};
 }
 
@@ -384,8 +383,7 @@ void BucketPhases::trace(Tracer& tracer, const std::string& row, int64_t step,
   for (size_t i = 0; i + 1 < used_; ++i) {
     const Segment& segment = segments_[i];
     const char* phase = name(activity(segment.phase));
-    TraceLabel label{
-        .name = fmt::format("{} {}", phase, options_.bucket), .category = phase, .details = details};
+    TraceLabel label{.name = fmt::format("{} {}", phase, bucket_), .category = phase, .details = details};
     if (const ProgramInfo* allreduce = segment.allreduce) {
       if (!allreduce->part.empty()) label.details.emplace_back("part", allreduce->part);
       label.details.emplace_back("schedule", allreduce->schedule);

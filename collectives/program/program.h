@@ -77,21 +77,17 @@ struct ProgramInfo {
 // One bucket's marks in one step. The times must be read before a later step reuses the object.
 class BucketPhases {
  public:
-  struct Options {
-    int bucket = 0;
-    bool timing = false;       // off: no marks, only profiler ranges
-    Tracer* tracer = nullptr;  // receives each exchange
-  };
-  BucketPhases() : BucketPhases(Options{}) {}
-  explicit BucketPhases(Options options) : options_(options) {}
+  // Without `timing` there are no marks, only profiler ranges. `tracer` receives each exchange.
+  explicit BucketPhases(int bucket = 0, bool timing = false, Tracer* tracer = nullptr)
+      : bucket_(bucket), timing_(timing), tracer_(tracer) {}
 
   void begin(const Stream& stream);
   // Assigns later work on `stream` to `phase`. Ignored for streams other than begin()'s.
   void enter(const Stream& stream, Phase phase, const ProgramInfo* allreduce = nullptr);
   void end();
 
-  Tracer* tracer() const { return options_.tracer; }
-  int bucket() const { return options_.bucket; }
+  Tracer* tracer() const { return tracer_; }
+  int bucket() const { return bucket_; }
 
   // Returns when this bucket began and ended, in ms since the beginning of `first`. This function and the
   // functions below are valid only once the marks are done.
@@ -110,7 +106,9 @@ class BucketPhases {
   };
   Segment& next(const Stream& stream);
 
-  Options options_;
+  const int bucket_;
+  const bool timing_;
+  Tracer* const tracer_;
   Stream stream_;
   // The first used_ segments belong to this step; the last of them only marks the end.
   std::vector<Segment> segments_;
@@ -237,7 +235,7 @@ class Program {
   const int slices_;
   const bool overlapped_;  // exchanges run on a separate stream
   const Schedule schedule_;
-  const std::vector<ChunkRange> ranges_;  // [chunk]
+  const std::vector<ElementRange> ranges_;  // [chunk]
   const Call call_;  // e.g. "allreduce of bucket 1 of 2 (4096 floats, ...)", and what ranks must agree on
 
   // FP32 memory: the caller's buffers, or copies of 16-bit buffers in the workspace.

@@ -124,7 +124,6 @@ class Reducer {
   // step are then the stats of the later step. Steps repeat with period(), so a graph can replace only steps
   // with the same remainder: with a period of 2, a graph captured in an even step can replace even steps.
   int64_t steady_from() const;
-  bool skips_unused() const { return options_.skip_unused; }
   int64_t period() const;
   void replayed(int64_t captured);
 
@@ -169,7 +168,6 @@ class Reducer {
     // The current step.
     int ready = 0;
     std::vector<Stream> producers;
-    bool is_full() const { return ready == tensors(); }
   };
   // A stream that processes buckets one after another.
   struct Lane {
@@ -180,22 +178,15 @@ class Reducer {
     Event joined = {};    // end of the step on this lane; the first lane waits for this event
     bool behind = true;   // has not waited yet for the end of the previous step on all lanes
   };
-  Lane& lane_of(const Bucket& b) { return lanes_[b.lane]; }
-  const Lane& lane_of(const Bucket& b) const { return lanes_[b.lane]; }
 
   // reducer.cpp: construction.
-  void build_lanes();
   void build_buckets();
-  double bytes_per_element(const BucketRange& bucket) const;
   void describe_memory();
   // step.cpp: a bucket's step.
   void check_ready() const;
-  void mark_unused(const Stream& consumer);
   void launch(int position);  // an index into order_
   void count_bytes(StepMarks& marks, int which);
   // Gradients in the caller's memory.
-  float* staging_of(const Bucket& bucket);
-  void clear_gaps(const Bucket& bucket) const;
   float* common_base(const Bucket& bucket) const;
   void stage(const Bucket& bucket, bool in);
   // report.cpp: statistics and descriptions.

@@ -14,9 +14,9 @@ namespace {
 // Returns a text such as "schedule two_shot (fastest: 1.2 ms predicted, ring 1.9 ms)" for each allreduce.
 std::string plan_text(const BucketPipeline& pipeline) {
   std::string text;
-  for (const PlannedAllreduce& p : pipeline.plan()) {
-    text += fmt::format("{}{}{}schedule {} ({})", text.empty() ? "" : "; ", p.what,
-                        p.what.empty() ? "" : ": ", name(p.schedule), p.reason);
+  for (const auto& [what, choice] : pipeline.plan()) {
+    text += fmt::format("{}{}{}schedule {} ({})", text.empty() ? "" : "; ", what, what.empty() ? "" : ": ",
+                        name(choice->schedule.kind), choice->reason);
   }
   return text;
 }
@@ -25,8 +25,24 @@ std::string plan_text(const BucketPipeline& pipeline) {
 
 ReducerStats Reducer::stats(int64_t step) const {
   if (buckets_.empty()) return {};
-  ReducerStats stats = marks_of(step).stats(options_.timing);
-  stats.dense_bytes = dense_bytes_;
+  const StepMarks& marks = marks_of(step);
+  ReducerStats stats{.wire_bytes = (*marks.bytes_sent)[1] - (*marks.bytes_sent)[0],
+                     .dense_bytes = dense_bytes_};
+  if (!options_.timing) return stats;
+  std::vector<std::pair<double, double>> spans;
+  for (const BucketPhases& b : marks.buckets) {
+    spans.push_back(b.since(marks.buckets[marks.first]));
+    stats.compress_ms += b.ms(Phase::compress);
+    stats.communicate_ms += b.ms(Phase::communicate);
+    stats.decompress_ms += b.ms(Phase::decompress);
+  }
+  std::sort(spans.begin(), spans.end());  // buckets may have run in another order
+  double until = 0;                       // latest end of a bucket so far, in ms since the first bucket began
+  for (const auto& [begin, end] : spans) {
+    stats.comm_ms += std::max(0.0, end - std::max(begin, until));
+    until = std::max(until, end);
+  }
+  stats.exposed_comm_ms = elapsed_ms(marks.wait_begin, marks.wait_end);
   return stats;
 }
 
@@ -34,7 +50,7 @@ void Reducer::trace(int64_t step, Tracer& tracer) const {
   if (buckets_.empty() || !options_.timing) return;
   const StepMarks& marks = marks_of(step);
   for (size_t b = 0; b < buckets_.size(); ++b) {
-    marks.buckets[b].trace(tracer, lane_of(buckets_[b]).stream.name(), step,
+    marks.buckets[b].trace(tracer, lanes_[buckets_[b].lane].stream.name(), step,
                            {{"bucket", static_cast<int64_t>(b)},
                             {"spec", spec_.to_string()},
                             {"bucket_bytes", buckets_[b].elements() * 4}});
@@ -108,9 +124,9 @@ std::string Reducer::describe() const {
 std::string Reducer::schedule() const {
   std::vector<std::string> kinds;
   for (const Bucket& b : buckets_) {
-    for (const PlannedAllreduce& p : b.pipeline->plan()) {
-      if (std::find(kinds.begin(), kinds.end(), name(p.schedule)) == kinds.end())
-        kinds.push_back(name(p.schedule));
+    for (const auto& [what, choice] : b.pipeline->plan()) {
+      const char* const kind = name(choice->schedule.kind);
+      if (std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) kinds.emplace_back(kind);
     }
   }
   std::string all;
@@ -131,27 +147,6 @@ std::string Reducer::links_text() const {
   if (spec_.schedule != ScheduleKind::automatic || comm_.world() <= 2) return "";
   const LinkCosts& costs = planner_->costs();
   return (costs.measured ? "links measured: " : "links not measured, assumed: ") + costs.to_string();
-}
-
-ReducerStats StepMarks::stats(bool timing) const {
-  ReducerStats stats;
-  stats.wire_bytes = (*bytes_sent)[1] - (*bytes_sent)[0];
-  if (!timing) return stats;
-  std::vector<std::pair<double, double>> spans;
-  for (const BucketPhases& b : buckets) {
-    spans.push_back(b.since(buckets[first]));
-    stats.compress_ms += b.ms(Phase::compress);
-    stats.communicate_ms += b.ms(Phase::communicate);
-    stats.decompress_ms += b.ms(Phase::decompress);
-  }
-  std::sort(spans.begin(), spans.end());  // buckets may have run in another order
-  double until = 0;                       // latest end of a bucket so far, in ms since the first bucket began
-  for (const auto& [begin, end] : spans) {
-    stats.comm_ms += std::max(0.0, end - std::max(begin, until));
-    until = std::max(until, end);
-  }
-  stats.exposed_comm_ms = elapsed_ms(wait_begin, wait_end);
-  return stats;
 }
 
 }  // namespace gradwire

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <string>
+#include <span>
 #include <vector>
 
 #include "collectives/reducer/reducer.h"
@@ -43,15 +43,14 @@ class ReducerSnapshot {
   int64_t bytes() const { return static_cast<int64_t>(values_.size()); }
 
  private:
-  struct Entry {
-    int tensor = 0;
-    std::string kind;
-    bool same_on_all_ranks = false;
-    size_t begin = 0, bytes = 0;  // place in values_
-  };
+  // Returns the place of states_[i] in values_.
+  std::span<const std::byte> values(size_t i) const {
+    return {values_.data() + begins_[i], static_cast<size_t>(states_[i].bytes())};
+  }
 
   int world_ = 0;
-  std::vector<Entry> entries_;
+  std::vector<TensorState> states_;  // without addresses
+  std::vector<size_t> begins_;
   std::vector<std::byte> values_;
 };
 

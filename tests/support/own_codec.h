@@ -62,7 +62,7 @@ class OwnCodec final : public Codec {
     return inner_.state_bytes() + static_cast<int64_t>(velocity_.size() * 8 + seen_.size() * 2);
   }
   std::string describe() const override { return "a test's own codec"; }
-  std::vector<PlannedAllreduce> plan() const override { return inner_.plan(); }
+  PlannedAllreduces plan() const override { return inner_.plan(); }
 
  private:
   BucketPipeline inner_;

@@ -155,7 +155,7 @@ void check_names(const SafetensorsReader& file, const std::vector<VitParameter>&
 
 Json about_file(const RankState& rank, const TrainConfig& config, const Position& position) {
   // The reducer's constructor has measured the costs if there is a choice, so this call does not measure.
-  const LinkCosts& links = rank.comm.link_costs(rank.stream, {.kind = config.compression.schedule});
+  const LinkCosts& links = rank.comm.link_costs(rank.stream, config.compression.schedule);
   return about_file(config, position, rank.comm.rank(), links.measured ? &links : nullptr);
 }
 
