@@ -7,10 +7,11 @@
 #include <chrono>
 #include <cmath>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "collectives/agreement/statements.h"
-#include "collectives/codec/codec.h"
+#include "collectives/codec/pipeline.h"
 #include "collectives/reducer/buckets.h"
 #include "kernels/math/random.h"
 #include "runtime/threads/thread_pool.h"
@@ -58,7 +59,7 @@ bool represents_integers(Wire wire, int most) {
 
 }  // namespace
 
-// A codec with its step counter and workspace, as the reducer holds them for one bucket.
+// A pipeline with its step counter and workspace, as the reducer holds them for one bucket.
 class CollectiveRank::Bucket {
  public:
   Bucket(CollectiveRank& rank, const CollectiveCase& c)
@@ -68,24 +69,22 @@ class CollectiveRank::Bucket {
     const std::vector<GradientTensor> tensors = tensors_of(c.size_bytes / 4);
     const GradientLayout layout = lay_out(tensors, 1, kOneBucket);
     const BucketRange all{.last_tensor = static_cast<int>(tensors.size()), .end = layout.elements};
-    BucketContext context = bucket_context({.comm = rank.comm_,
-                                            .spec = c.spec,
-                                            .stream = stream_,
-                                            .step = step_.as<const uint64_t>(),
-                                            .gradients = rank.data()},
-                                           tensors, layout, all, "the benchmark");
+    BucketContext context =
+        bucket_context(rank.comm_, c.spec, stream_, tensors, layout, all, rank.data(), "the benchmark");
+    context.step = step_.as<const uint64_t>();
     context.schedule =
         make_schedule(c.spec.schedule, world, {.nodes = 0, .per_node = rank.settings_.per_node});
     context.slice_bytes = static_cast<int64_t>(rank.settings_.slice_bytes);
     if (context.slice_bytes > 0) context.transfers = rank.comm_.transfers();
     fp32_bytes =
         4.0 * static_cast<double>(elements_sent(context.schedule, rank.comm_.rank(), context.elements));
-    codec_ = make_codec(context);
-    workspace_ = Buffer(rank.comm_.device(), codec_->workspace_bytes());
-    codec_->bind(workspace_.data());
+    pipeline_.emplace(context);
+    workspace_ = Buffer(rank.comm_.device(), pipeline_->workspace_bytes());
+    pipeline_->bind(workspace_.data());
   }
   void run() {
-    codec_->run(stream_, steps_++);
+    BucketPhases no_phases;
+    pipeline_->run(stream_, steps_++, no_phases);
     increment(stream_, step_.as<uint64_t>());
   }
 
@@ -94,7 +93,7 @@ class CollectiveRank::Bucket {
  private:
   Stream stream_;
   Buffer step_, workspace_;
-  std::unique_ptr<Codec> codec_;
+  std::optional<BucketPipeline> pipeline_;
   int64_t steps_ = 0;
 };
 

@@ -17,7 +17,7 @@
 #include <thread>
 
 #include "bench/harness/command.h"
-#include "collectives/codec/codec.h"
+#include "collectives/codec/pipeline.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/buckets.h"
 #include "kernels/math/random.h"
@@ -116,8 +116,8 @@ struct GradientSet {
   }
 };
 
-// The compression and decompression of a spec, on a transport without peers: the codec that the reducer runs
-// for a bucket; for a lossy wire format two passes, because in a real run the encoded data are sent in
+// The compression and decompression of a spec, on a transport without peers: the pipeline that the reducer
+// runs for a bucket; for a lossy wire format two passes, because in a real run the encoded data are sent in
 // between: gradient + residual -> wire, residual; wire -> gradient.
 class CompressionPath {
  public:
@@ -126,19 +126,16 @@ class CompressionPath {
         comm_(Communicator::create_single(stream.device())),
         step_(make_buffer<uint64_t>(stream.device(), 1)) {
     fill_zero(stream, step_.data(), step_.bytes());
-    BucketContext context = bucket_context({.comm = *comm_,
-                                            .spec = spec,
-                                            .stream = stream,
-                                            .step = step_.as<const uint64_t>(),
-                                            .gradients = set.gradients.as<float>()},
-                                           set.tensors, set.layout, set.layout.buckets.at(0), "the model");
+    BucketContext context = bucket_context(*comm_, spec, stream, set.tensors, set.layout,
+                                           set.layout.buckets.at(0), set.gradients.as<float>(), "the model");
+    context.step = step_.as<const uint64_t>();
     context.schedule = ring(1);
     const bool errors = spec.policy.keeps_errors();
     if (spec.method != CompressionSpec::Method::wire || spec.wire->exact) {
-      codec_ = make_codec(context);
-      workspace_ = Buffer(stream.device(), codec_->workspace_bytes());
-      codec_->bind(workspace_.data());
-      extra_bytes = codec_->state_bytes() + static_cast<int64_t>(workspace_.bytes());
+      pipeline_.emplace(context);
+      workspace_ = Buffer(stream.device(), pipeline_->workspace_bytes());
+      pipeline_->bind(workspace_.data());
+      extra_bytes = pipeline_->state_bytes() + static_cast<int64_t>(workspace_.bytes());
       if (spec.method == CompressionSpec::Method::powersgd) floor_bytes = spec.alternate ? 8 : 12;
       if (spec.method == CompressionSpec::Method::randk) floor_bytes = 8;
       if (floor_bytes > 0 && errors) floor_bytes += 8;
@@ -161,8 +158,8 @@ class CompressionPath {
                   2 * static_cast<double>(residual_->bytes()) / static_cast<double>(count);
   }
   void run_step(const Stream& stream) {
-    if (codec_) return codec_->run(stream, spec_.policy.start + steps_++);
     BucketPhases no_phases;
+    if (pipeline_) return pipeline_->run(stream, spec_.policy.start + steps_++, no_phases);
     residual_->load(stream, no_phases);
     spec_.wire->reduce_encode(stream, encode_);
     spec_.wire->decode(stream, decode_);
@@ -176,7 +173,7 @@ class CompressionPath {
   const CompressionSpec spec_;
   std::unique_ptr<Communicator> comm_;
   Buffer step_, workspace_, wire_;
-  std::unique_ptr<Codec> codec_;
+  std::optional<BucketPipeline> pipeline_;
   std::optional<Residual> residual_;
   ReduceEncode encode_;
   Decode decode_;

@@ -156,11 +156,8 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
           "fp32, bf16, fp8 or int8",
           call.spec, call.function);
   const int world = communicator->world();
-  ScheduleRequest request = schedule_request(spec);
-  request.collective = call.collective;
-  request.root = call.root;
-  const SchedulePlanner plan(request, world, communicator->ranks_per_node(),
-                             communicator->link_costs(stream, request), kAutomaticSlices);
+  const SchedulePlanner plan(spec, call.collective, world, communicator->ranks_per_node(),
+                             communicator->link_costs(stream, spec.schedule), kAutomaticSlices, call.root);
   const SchedulePlanner::Choice choice = plan.choose(call.count, spec.wire, call.shards);
   const bool mean = call.op == GW_AVG;
   auto program = std::make_unique<Program>(

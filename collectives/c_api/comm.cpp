@@ -155,11 +155,12 @@ GroupOptions group_of(const gw_comm_options& o) {
 // Connects the processes through the group's rendezvous. Returns this rank's communicator.
 std::unique_ptr<Communicator> connect_processes(GroupOptions group, bool shrinkable, Device device) {
   if (device.is_host()) {
-    return Communicator::create_tcp({.group = std::move(group), .shrinkable = shrinkable});
+    return std::make_unique<Communicator>(
+        make_tcp_transport({.group = std::move(group), .shrinkable = shrinkable}));
   }
   require_nccl();
-  return Communicator::create_nccl(
-      {.group = std::move(group), .device = device.index, .shrinkable = shrinkable});
+  return std::make_unique<Communicator>(
+      make_nccl_transport({.group = std::move(group), .device = device.index, .shrinkable = shrinkable}));
 }
 
 // The rendezvous of "local://": threads of one process join under a name.
@@ -173,20 +174,17 @@ struct Rendezvous {
   std::vector<std::unique_ptr<Communicator>> communicators;
 };
 
-struct RendezvousTable {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::map<std::string, std::shared_ptr<Rendezvous>> by_name;
-};
-
 // Joins the group "local://NAME" of threads of one process. Returns this rank's communicator. Blocks until
 // all ranks have joined.
 std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank, int world, Device device,
                                                std::chrono::milliseconds timeout) {
   const RunningClock::Watch watch;
-  static RendezvousTable& all = *new RendezvousTable;
-  std::unique_lock lock(all.mutex);
-  auto& entry = all.by_name[name];
+  // Never destroyed: other threads may still wait while static destructors run.
+  static auto& mutex = *new std::mutex;
+  static auto& changed = *new std::condition_variable;
+  static auto& by_name = *new std::map<std::string, std::shared_ptr<Rendezvous>>;
+  std::unique_lock lock(mutex);
+  auto& entry = by_name[name];
   if (!entry) {
     entry = std::make_shared<Rendezvous>();
     entry->devices.resize(world);
@@ -208,16 +206,16 @@ std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank
       rendezvous->problem = error.what();
     }
     rendezvous->complete = true;
-    all.by_name.erase(name);
-    all.changed.notify_all();
-  } else if (!wait_until(all.changed, lock, RunningClock::now() + timeout,
+    by_name.erase(name);
+    changed.notify_all();
+  } else if (!wait_until(changed, lock, RunningClock::now() + timeout,
                          [&] { return rendezvous->complete; })) {
     std::string absent;
     for (int r = 0; r < world; ++r) {
       if (!rendezvous->devices[r]) absent += fmt::format("{}{}", absent.empty() ? "" : ", ", r);
     }
     rendezvous->devices[rank].reset();
-    if (--rendezvous->joined == 0) all.by_name.erase(name);
+    if (--rendezvous->joined == 0) by_name.erase(name);
     throw CommError("{} of {}: waited {} ms for rank {}", who, world, timeout.count(), absent);
   }
   if (!rendezvous->problem.empty()) throw BadInput(who + ": " + rendezvous->problem);
@@ -294,7 +292,8 @@ std::unique_ptr<Communicator> adopt(const gw_comm_options& o, const GroupOptions
   require<Unsupported>(o.shrinkable == 0, kWhoShrinks);
   require_nccl();
   checked_device(o.device);
-  auto adopted = Communicator::adopt_nccl(o.nccl_comm, o.device, group.timeout);
+  auto adopted =
+      std::make_unique<Communicator>(adopt_nccl_communicator(o.nccl_comm, o.device, group.timeout));
   adopted->set_ranks_per_node(o.ranks_per_node);
   return adopted;
 }
@@ -306,10 +305,10 @@ std::unique_ptr<Communicator> accept_invitation(const gw_comm_options& o, const 
                        "device is {}; processes can only join a running group on the host: set "
                        "gw_comm_options.device to GW_HOST",
                        o.device);
-  return Communicator::join_tcp({.group = group},
-                                {.invitation = [text = std::string(o.invitation)] { return text; },
-                                 .about = kAbout,
-                                 .longest = group.timeout});
+  return std::make_unique<Communicator>(
+      join_tcp_transport({.group = group}, {.invitation = [text = std::string(o.invitation)] { return text; },
+                                            .about = kAbout,
+                                            .longest = group.timeout}));
 }
 
 }  // namespace

@@ -24,14 +24,6 @@ gw_status fail(gw_status status, const char* function, const char* text) noexcep
   return status;
 }
 
-gw_status no_memory(const char* function) noexcept {
-  try {
-    return fail(GW_NO_MEMORY, function, no_memory_text().c_str());
-  } catch (...) {
-    return fail(GW_NO_MEMORY, function, "out of host memory");
-  }
-}
-
 }  // namespace
 
 gw_status status_of_current_exception(const char* function) noexcept {
@@ -52,7 +44,11 @@ gw_status status_of_current_exception(const char* function) noexcept {
   } catch (const OutOfResources& e) {
     return fail(GW_NO_MEMORY, function, e.what());
   } catch (const std::bad_alloc&) {
-    return no_memory(function);
+    try {
+      return fail(GW_NO_MEMORY, function, no_memory_text().c_str());
+    } catch (...) {
+      return fail(GW_NO_MEMORY, function, "out of host memory");
+    }
   } catch (const std::exception& e) {
     return fail(GW_INTERNAL, function, e.what());
   } catch (...) {

@@ -3,7 +3,7 @@
 
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/reducer.h"
-#include "collectives/codec/policy_codec.h"
+#include "collectives/codec/codec.h"
 #include "collectives/spec/spec.h"
 #include "collectives/transport/transport.h"
 #include "kernels/powersgd/orthonormalize.h"
@@ -281,7 +281,15 @@ gw_status gw_reducer_shards(gw_reducer reducer, gw_range* ranges, int32_t capaci
     require(count != nullptr, "count is null");
     require(capacity >= 0 && (ranges != nullptr || capacity == 0),
             "ranges is null, or capacity {} is negative", capacity);
-    const std::vector<gw_range> all = locked->shards();
+    const Reducer& inner = locked->reducer;
+    std::vector<gw_range> all;
+    for (const ElementRange& owned : inner.owned()) {
+      for (int i = 0; i < inner.tensors(); ++i) {
+        const int64_t at = inner.offset(i), last = at + locked->tensors[static_cast<size_t>(i)].count();
+        const int64_t begin = std::max(owned.begin, at), end = std::min(owned.end, last);
+        if (begin < end) all.push_back({.tensor = i, .begin = begin - at, .end = end - at});
+      }
+    }
     std::copy_n(all.begin(), std::min(all.size(), static_cast<size_t>(capacity)), ranges);
     *count = static_cast<int32_t>(all.size());
   });

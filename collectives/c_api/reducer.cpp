@@ -203,21 +203,9 @@ void ApiReducer::ready(int32_t tensor, void* native_stream) {
 }
 
 void ApiReducer::wait(void* native_stream) {
-  if (reducer.skips_unused()) begin_step();  // perhaps no tensor was marked ready
+  if (options.skip_unused) begin_step();  // perhaps no tensor was marked ready
   comm->wait_or_notify([&] { reducer.wait(comm->caller_stream(native_stream)); });
   ready_ = 0;
-}
-
-std::vector<gw_range> ApiReducer::shards() const {
-  std::vector<gw_range> found;
-  for (const ElementRange& owned : reducer.owned()) {
-    for (int i = 0; i < reducer.tensors(); ++i) {
-      const int64_t at = reducer.offset(i);
-      const int64_t begin = std::max(owned.begin, at), end = std::min(owned.end, at + tensors[i].count());
-      if (begin < end) found.push_back({.tensor = i, .begin = begin - at, .end = end - at});
-    }
-  }
-  return found;
 }
 
 gw_stats ApiReducer::stats() const {
@@ -308,19 +296,15 @@ extern "C" gw_status gw_choose(gw_comm comm, const gw_tensor* tensors, int32_t n
                                   {fmt::format("error {}", limits.error)}),
                "gw_choose");
     }
-    SpecChoice choice;
+    std::vector<SpecTrial> found;
+    size_t choice = 0;
     locked->wait_or_notify([&] {
-      choice = choose_spec(*locked->communicator, locked->stream, caller, specs, read, grads, limits);
+      choice = choose_spec(*locked->communicator, locked->stream, caller, specs, read, grads, limits, found);
     });
-    require(choice.problem != SpecChoice::Problem::zero,
-            "the mean of the gradients is zero, so no error can be measured; call gw_choose again in a later "
-            "step");
-    require(choice.problem == SpecChoice::Problem::none,
-            "the mean of the gradients is not finite; call gw_choose again in a later step");
-    for (size_t i = 0; trials != nullptr && i < specs.size(); ++i) {
-      const SpecTrial& t = choice.trials[i];
+    for (size_t i = 0; trials != nullptr && i < found.size(); ++i) {
+      const SpecTrial& t = found[i];
       trials[i] = {.error = t.error, .communicate_ms = t.communicate_ms, .exposed_ms = t.exposed_ms};
     }
-    *chosen = static_cast<int32_t>(choice.chosen);
+    *chosen = static_cast<int32_t>(choice);
   });
 }

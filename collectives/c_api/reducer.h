@@ -3,16 +3,11 @@
 
 #include "collectives/c_api/comm.h"
 #include "collectives/reducer/reducer.h"
+#include "collectives/reducer/snapshot.h"
 
 namespace gradwire::c_api {
 
 struct SavedState;
-
-// The rank that saved a residual, and a digest of its values.
-struct LoadedResidual {
-  int rank = 0, world = 0;
-  uint64_t digest = 0;
-};
 
 struct ApiReducer {
   ApiReducer(std::shared_ptr<ApiComm> comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors,
@@ -25,7 +20,6 @@ struct ApiReducer {
   void apply(void* const* grads, const gw_state* states, const int32_t* step, void* native_stream);
   void ready(int32_t tensor, void* native_stream);
   void wait(void* native_stream);
-  std::vector<gw_range> shards() const;
   gw_stats stats() const;
 
   // Save and load the state for checkpoints (state.cpp).
@@ -50,28 +44,26 @@ struct ApiReducer {
   size_t write_state(char* state) const;
   SavedState read_state(const void* bytes, size_t size) const;
   void restore(std::vector<SavedState> states);
-  std::map<size_t, std::vector<float>> check_rest(const std::vector<SavedState>& states,
-                                                  const std::vector<const char*>& residuals) const;
+  void check_rest(const std::vector<SavedState>& states, const Residuals& unsent) const;
 
-  // Compares the loaded states of all ranks in the first step after a load.
+  // Compares the loaded states of all ranks in the first step after a load. Fails the group if two ranks have
+  // loaded the residual of the same rank. Collective; then blocks the caller.
   void announce_loaded_state();
   void begin_step();  // checks the addresses, and announces the state
-  void refuse_residuals_loaded_twice() const;
   // Adds the tensor's residual in unsent_ to its gradient, and removes it from unsent_.
   void add_unsent(int32_t tensor, const Stream& stream);
 
   bool addresses_known_ = false;
   int ready_ = 0;           // number of ready tensors in the current step
   int64_t first_step_ = 0;  // the step at which this reducer began or resumed
-  struct Loaded {
-    Call call;
-    std::vector<LoadedResidual> residuals;
-    bool unannounced = false;
-  };
-  Loaded loaded_;
-  // [tensor]: residuals loaded in a world of 1, which has no codec to hold residuals. The next step adds the
-  // residuals to the gradients.
-  std::map<size_t, std::vector<float>> unsent_;
+  // The loaded state, until it is announced: what ranks must agree on, and for each residual the world and
+  // the rank that saved it, and a digest.
+  Call loaded_;
+  std::vector<double> loaded_residuals_;
+  bool unannounced_ = false;
+  // Residuals loaded in a world of 1, which has no codec to hold residuals. The next step adds the residuals
+  // to the gradients.
+  Residuals unsent_;
 };
 
 // Return copies of the caller's array and struct, which may have the sizes of another version of the header.

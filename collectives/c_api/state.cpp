@@ -100,12 +100,6 @@ int64_t cols_of(const GradientTensor& t) {
   return t.shape.size() > 1 ? t.shape[1] : 1;
 }
 
-std::vector<float> floats(const char* data, int64_t count) {
-  std::vector<float> values(static_cast<size_t>(count));
-  std::memcpy(values.data(), data, values.size() * sizeof(float));
-  return values;
-}
-
 // Reads untrusted bytes, and never reads past the end of the bytes.
 class Cursor {
  public:
@@ -167,9 +161,11 @@ SavedState parse_state(const void* state, size_t size) {
   return saved;
 }
 
-// Returns the ranks whose residuals are in the states, with digests of the residuals.
-std::vector<LoadedResidual> residuals_in(const std::vector<SavedState>& states) {
-  std::vector<LoadedResidual> found;
+constexpr size_t kNumbersOfResidual = 3;
+
+// Returns the world and the rank of each residual in the states that is not zero, and a digest.
+std::vector<double> residuals_in(const std::vector<SavedState>& states) {
+  std::vector<double> found;
   for (const SavedState& state : states) {
     uint64_t digest = 0;
     bool zero = true;
@@ -180,7 +176,9 @@ std::vector<LoadedResidual> residuals_in(const std::vector<SavedState>& states) 
         digest = mix(digest, crc32(e.data, e.bytes()));
       }
     }
-    if (!zero) found.push_back({state.rank, state.world, digest});
+    if (zero) continue;
+    found.insert(found.end(), {static_cast<double>(state.world), static_cast<double>(state.rank),
+                               static_cast<double>(digest >> 11)});
   }
   return found;
 }
@@ -196,23 +194,6 @@ const char* take_entry(SavedState& state, size_t i, const std::string& kind, DTy
   const char* const data = entry->data;
   entries.erase(entry);
   return data;
-}
-
-// Removes the residuals of tensor `i` from the states. Returns their sum, which is in `sum` if several states
-// have a residual; null: no state has a residual.
-const char* take_residual(std::vector<SavedState>& states, size_t i, int64_t count, std::vector<float>& sum) {
-  const char* found = nullptr;
-  for (SavedState& state : states) {
-    const char* const data = take_entry(state, i, kResidualKind, DType::f32, count);
-    if (found == nullptr || data == nullptr) {
-      found = found == nullptr ? data : found;
-      continue;
-    }
-    if (sum.empty()) sum = floats(found, count);
-    add_residual(sum, floats(data, count));
-    found = reinterpret_cast<const char*>(sum.data());
-  }
-  return found;
 }
 
 }  // namespace
@@ -359,11 +340,14 @@ void ApiReducer::load_states(const void* const* states, const size_t* sizes, int
 // copy, because a rejected state must leave the reducer unchanged.
 void ApiReducer::restore(std::vector<SavedState> states) {
   const int saved_world = states[0].world, world = comm->communicator->world();
-  std::vector<LoadedResidual> residuals = residuals_in(states);
-  std::vector<const char*> residual_of(tensors.size());  // null: the states have no residual of the tensor
-  std::vector<std::vector<float>> sums(tensors.size());  // to which residual_of may point
+  std::vector<double> residuals = residuals_in(states);
+  Residuals sums;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    residual_of[i] = take_residual(states, i, tensors[i].count(), sums[i]);
+    for (SavedState& state : states) {
+      const int64_t count = tensors[i].count();
+      const char* const data = take_entry(state, i, kResidualKind, DType::f32, count);
+      if (data != nullptr) add_residual(sums[i], data, count);
+    }
   }
   const std::vector<TensorState> targets = reducer.tensor_state();
   std::vector<const char*> sources;  // null: the target becomes zero
@@ -371,8 +355,10 @@ void ApiReducer::restore(std::vector<SavedState> states) {
   for (const TensorState& t : targets) {
     const auto i = static_cast<size_t>(t.tensor);
     const bool is_residual = t.kind == kResidualKind;
-    const char* from = is_residual ? std::exchange(residual_of[i], nullptr)
-                                   : take_entry(states[0], i, t.kind, t.dtype, t.count());
+    const auto sum = sums.find(i);
+    const char* from = !is_residual        ? take_entry(states[0], i, t.kind, t.dtype, t.count())
+                       : sum != sums.end() ? reinterpret_cast<const char*>(sum->second.data())
+                                           : nullptr;
     // A world of 1 saves no factors, because it has no codec.
     require(from != nullptr || is_residual || saved_world == 1, "the state has no '{}' of '{}'", t.kind,
             tensors[i].name);
@@ -382,7 +368,8 @@ void ApiReducer::restore(std::vector<SavedState> states) {
       factors = mix(factors, crc32(from, static_cast<size_t>(t.bytes())));
     }
   }
-  std::map<size_t, std::vector<float>> unsent = check_rest(states, residual_of);
+  Residuals unsent = take_left_over(sums, targets);
+  check_rest(states, unsent);
 
   const FinishOnError finish(comm->stream);  // the caller may free the states
   for (size_t k = 0; k < targets.size(); ++k) {
@@ -397,30 +384,22 @@ void ApiReducer::restore(std::vector<SavedState> states) {
   unsent_ = std::move(unsent);
   first_step_ = states[0].steps;
   reducer.resume_at(first_step_);
-  loaded_.call.what = fmt::format("{} continues from a loaded state of step {}, factors {:08x}", options.name,
-                                  first_step_, factors >> 32);
-  loaded_.call.hash = mix(0x6c6f6164, loaded_.call.what);
-  loaded_.residuals = std::move(residuals);
-  loaded_.unannounced = true;
+  loaded_.what = fmt::format("{} continues from a loaded state of step {}, factors {:08x}", options.name,
+                             first_step_, factors >> 32);
+  loaded_.hash = mix(0x6c6f6164, loaded_.what);
+  loaded_residuals_ = std::move(residuals);
+  unannounced_ = true;
 }
 
-// Returns the residuals for unsent_ among the residuals that no codec takes. Throws BadInput if other entries
-// remain in the states. With an FP32 format a dense tensor has a residual, always zero, only if its bucket
-// also holds a matrix. So zeros may remain.
-std::map<size_t, std::vector<float>> ApiReducer::check_rest(const std::vector<SavedState>& states,
-                                                            const std::vector<const char*>& residuals) const {
+// Throws BadInput if the states hold more than the reducer: residuals although a codec holds residuals, or
+// other entries. With an FP32 format a dense tensor has a residual, always zero, only if its bucket also
+// holds a matrix. So zeros may remain.
+void ApiReducer::check_rest(const std::vector<SavedState>& states, const Residuals& unsent) const {
   constexpr const char* kStateOnly = "'{}' has a '{}' in the state only";
   const int world = comm->communicator->world();
-  std::map<size_t, std::vector<float>> unsent;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto count = static_cast<uint64_t>(tensors[i].count());
-    if (residuals[i] == nullptr || SavedEntry{kResidualKind, DType::f32, count, residuals[i]}.is_zero()) {
-      continue;
-    }
-    // Without buckets, in a world of 1, no codec holds residuals.
-    require(reducer.buckets() == 0, kStateOnly, tensors[i].name, kResidualKind);
-    unsent[i] = floats(residuals[i], tensors[i].count());
-  }
+  // Without buckets, in a world of 1, no codec holds residuals.
+  require(unsent.empty() || reducer.buckets() == 0, kStateOnly,
+          unsent.empty() ? "" : tensors[unsent.begin()->first].name, kResidualKind);
   for (const SavedState& state : states) {
     for (size_t i = 0; i < state.tensors.size(); ++i) {
       for (const SavedEntry& e : state.tensors[i].entries) {
@@ -429,37 +408,24 @@ std::map<size_t, std::vector<float>> ApiReducer::check_rest(const std::vector<Sa
       }
     }
   }
-  return unsent;
 }
 
 void ApiReducer::announce_loaded_state() {
-  if (!loaded_.unannounced) return;
-  loaded_.unannounced = false;
-  if (comm->communicator->world() == 1) return;
-  comm->communicator->transport().begin_call(comm->stream, loaded_.call);
-  refuse_residuals_loaded_twice();
-}
-
-// Fails the group if two ranks have loaded the residual of the same rank. Collective; blocks the caller.
-void ApiReducer::refuse_residuals_loaded_twice() const {
+  if (!std::exchange(unannounced_, false) || comm->communicator->world() == 1) return;
   Transport& transport = comm->communicator->transport();
+  transport.begin_call(comm->stream, loaded_);
   const std::string what = "comparing the states that ranks have loaded";
   size_t most = 0;
-  for (const auto& count :
-       all_gather(transport, comm->stream, {static_cast<double>(loaded_.residuals.size())}, what)) {
-    most = std::max(most, static_cast<size_t>(count[0]));
+  for (const double count :
+       all_gather_value(transport, comm->stream, static_cast<double>(loaded_residuals_.size()), what)) {
+    most = std::max(most, static_cast<size_t>(count));
   }
-  constexpr size_t kNumbers = 3;  // world (0: no residual), rank, digest
-  std::vector<double> numbers;
-  for (const LoadedResidual& r : loaded_.residuals) {
-    numbers.insert(numbers.end(), {static_cast<double>(r.world), static_cast<double>(r.rank),
-                                   static_cast<double>(r.digest >> 11)});
-  }
-  numbers.resize(most * kNumbers);
+  std::vector<double> numbers = loaded_residuals_;
+  numbers.resize(most);  // a world of 0: no residual
   const auto all = all_gather(transport, comm->stream, numbers, what);
   std::map<std::tuple<double, double, double>, size_t> loaded_by;
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    for (size_t at = 0; at < all[rank].size(); at += kNumbers) {
+    for (size_t at = 0; at < all[rank].size(); at += kNumbersOfResidual) {
       const double* r = all[rank].data() + at;
       if (r[0] == 0) continue;
       const auto [other, added] = loaded_by.emplace(std::tuple(r[0], r[1], r[2]), rank);

@@ -1,8 +1,9 @@
 // A codec averages the gradients of one bucket over the ranks while sending few bytes.
 //
-// To add a codec: derive from Codec, construct the codec in make_compressing_codec(), and add the codec's
-// name to the spec grammar (spec.h). The reducer, the trainer, the conservation and bit-identity tests and
-// the benchmarks then use the codec through its spec string.
+// BucketPipeline (pipeline.h) runs a bucket's steps. It averages the bucket in a wire format itself; another
+// algorithm derives from Codec. To add a codec: construct it in make_codec(), and add its name to the spec
+// grammar (spec.h). The reducer, the trainer, the conservation and bit-identity tests and the benchmarks then
+// use the codec through its spec string.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +11,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives/codec/residual.h"
@@ -18,19 +20,17 @@
 #include "collectives/schedule/schedule.h"
 #include "collectives/spec/spec.h"
 #include "collectives/transport/transport.h"
+#include "kernels/powersgd/powersgd.h"
 #include "runtime/device/device.h"
 #include "runtime/util/parse.h"
 
 namespace gradwire {
 
-// A tensor's state in a codec between steps, for checkpoints (the C ABI's states, the trainer's files).
-
-class Residual;
-
 // Kind of the residual of error feedback: FP32, shaped as the tensor. Only the sum over the ranks matters, so
 // residuals are added up when the world shrinks, and a missing residual counts as zero.
 inline constexpr const char* kResidualKind = "residual";
 
+// A tensor's state in a codec between steps, for checkpoints (the C ABI's states, the trainer's files).
 struct TensorState {
   int tensor = 0;  // index as registered with the reducer
   // Unique per tensor; letters, digits and '_': "residual", "factor".
@@ -64,8 +64,8 @@ inline bool is_loaded(const std::string& kind, bool same_on_all_ranks, int saved
 // Returns the ranks of the saved world whose residuals `rank` of `world` ranks adds up: rank, rank + world,
 // ... So the sum over all ranks is unchanged. Empty for an additional rank.
 std::vector<int> merged_ranks(int rank, int world, int saved_world);
-// Adds a residual to `sum`; an empty sum counts as zero.
-void add_residual(std::vector<float>& sum, const std::vector<float>& residual);
+// Adds a residual of `count` floats, at any address, to `sum`; an empty sum counts as zero.
+void add_residual(std::vector<float>& sum, const void* residual, int64_t count);
 
 // A tensor's position in a bucket.
 struct BucketTensor {
@@ -77,14 +77,10 @@ struct BucketTensor {
   int64_t count() const { return rows * cols; }
 };
 
-// Returns the fields of a spec that the planner needs.
-inline ScheduleRequest schedule_request(const CompressionSpec& spec) {
-  return {.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node};
-}
-
-// Elements [begin, end) of a bucket.
-struct ElementSpan {
-  int64_t begin = 0, end = 0;
+// An allreduce (with shards, a reduce-scatter) of a bucket or of a part of it.
+struct BucketAllreduce {
+  SchedulePlanner::Choice choice = {};
+  std::unique_ptr<Program> program = {};
 };
 
 struct BucketContext {
@@ -92,7 +88,6 @@ struct BucketContext {
   CompressionSpec spec;
   Schedule schedule;                         // schedule of every allreduce, if there is no planner
   const SchedulePlanner* planner = nullptr;  // used only while the codec is constructed
-  SchedulePlanner::Choice choose(int64_t count, Wire wire) const;
   // [rank]: sizes of the shards of the bucket; empty: not sharded. With shards each rank needs only the mean
   // of its shard, so a codec may end with a reduce-scatter. Codecs with common factors or coordinates leave
   // the mean on every rank.
@@ -104,8 +99,8 @@ struct BucketContext {
   Stream transfers;
   int64_t slice_bytes = 0;
   bool beside_others = false;  // other buckets run concurrently on another stream
+  bool skip_unused = false;    // leave tensors alone that no rank used
   std::vector<BucketTensor> tensors;
-  std::vector<ElementSpan> aside;  // parts that the codec does not compress, by offset
   float* gradients = nullptr;      // address of the bucket; null if rebind() precedes the first run()
   int64_t elements = 0;            // elements of the bucket, including gaps between tensors
   int64_t first_element = 0;       // offset of the bucket in the model's flat gradient
@@ -113,18 +108,16 @@ struct BucketContext {
   uint64_t rounding_seed = 0;      // differs between ranks
   const uint64_t* step = nullptr;  // steps done so far, in device memory
   std::string name;                // for error texts
-  // Returns the options of an FP32 allreduce of the bucket, or of a part of it, such as "Q".
-  Program::Options plain_options(const std::string& part, int64_t slice_bytes) const;
-  // Returns the options of an allreduce in the spec's format.
-  Program::Options compressed_options(const std::string& part, int64_t slice_bytes) const;
+  // Plans an allreduce in this format. `part`: the part of the bucket, such as "Q"; "": the whole bucket.
+  // `first`: the number of the buffers' first element in the sequence of random bits, from first_element on.
+  BucketAllreduce allreduce(const std::string& part, Wire wire, const ProgramBuffers& buffers,
+                            int64_t first = 0, bool sliced = true) const;
+  // Returns a buffer that set-up work on `stream` fills with zeros.
+  Buffer zeros(int64_t floats) const;
 };
 
-// An allreduce that a codec performs in each step, and its schedule.
-struct PlannedAllreduce {
-  std::string what;  // "" for a codec's only allreduce
-  ScheduleKind schedule = ScheduleKind::ring;
-  std::string reason;
-};
+// The allreduces that a codec performs in each step, and what they average: "" for a codec's only allreduce.
+using PlannedAllreduces = std::vector<std::pair<std::string, const SchedulePlanner::Choice*>>;
 
 class Codec {
  public:
@@ -140,10 +133,6 @@ class Codec {
   // Enqueues one step on `stream`, which replaces the bucket's gradients by averaged gradients. `step` counts
   // from 0. Reports to `phases` the phase of the work on `stream`: compression, exchanges or decompression.
   virtual void run(const Stream& stream, int64_t step, BucketPhases& phases) = 0;
-  void run(const Stream& stream, int64_t step) {
-    BucketPhases ignored;
-    run(stream, step, ignored);
-  }
   // Returns the step from which run() enqueues the same work in every step, so that it can be captured in a
   // graph. Remaining differences between steps depend on BucketContext::step, on the device.
   virtual int64_t steady_from() const { return 0; }
@@ -156,26 +145,34 @@ class Codec {
   virtual std::vector<TensorState> tensor_state() { return {}; }
   virtual int64_t state_bytes() const = 0;  // bytes of device memory besides gradients and workspace
   virtual std::string describe() const = 0;
-  virtual std::vector<PlannedAllreduce> plan() const = 0;
+  virtual PlannedAllreduces plan() const = 0;
 };
 
-// Returns the codec of a bucket, which applies the spec's policies (policy_codec.cpp).
+// Returns the codec that the spec names, for all tensors of the context, including dense ones; null: the spec
+// names a wire format.
 std::unique_ptr<Codec> make_codec(const BucketContext& context);
-// Returns the same without EF21, momentum, clipping and the uncompressed first steps. Averages dense parts
-// (policy_codec.h) separately.
-std::unique_ptr<Codec> make_split_codec(const BucketContext& context);
-// Returns the codec that the spec names, for all tensors of the context, including dense ones.
-std::unique_ptr<Codec> make_compressing_codec(const BucketContext& context);
-// Returns `codec` with steps that leave tensors alone that no rank used (unused_codec.cpp).
-std::unique_ptr<Codec> make_unused_codec(const BucketContext& context, std::unique_ptr<Codec> codec);
-
-// Returns the codec of a wire format: one allreduce of the whole bucket.
-std::unique_ptr<Codec> make_wire_codec(const BucketContext& context);
+std::unique_ptr<Codec> make_powersgd_codec(const BucketContext& context);
+std::unique_ptr<Codec> make_randk_codec(const BucketContext& context);
 // Returns the rank at which `powersgd` compresses a rows x cols tensor; 0: it stays dense. PyTorch's rule:
 // compress if the factors are spec.min_ratio times smaller than the matrix; never vectors.
 int powersgd_rank(const CompressionSpec& spec, int64_t rows, int64_t cols);
-std::unique_ptr<Codec> make_powersgd_codec(const BucketContext& context);
-std::unique_ptr<Codec> make_randk_codec(const BucketContext& context);
+
+// Returns whether dense=auto means a tensor of this shape.
+bool is_small(int64_t rows, int64_t cols);
+// Returns whether the spec's dense= applies to the tensor.
+bool is_dense(const CompressionSpec& spec, const BucketTensor& tensor);
+// Throws BadInput if a name in the spec's dense= matches none of `tensors`: the names of all tensors of a
+// model, not of one bucket.
+void check_dense_names(const CompressionSpec& spec, const std::vector<std::string>& tensors);
+
+// Returns the alignment, in elements, of tensors packed for a wire format; a multiple of `least`. Tensors
+// begin at a block if a non-finite value would delay the finite values of its block.
+int64_t packing_unit(Wire wire, int64_t least);
+// Returns the positions of a bucket's tensors, packed one after another, each tensor at a multiple of `unit`
+// elements. Omits empty tensors.
+std::vector<Segment> pack_tensors(const std::vector<BucketTensor>& tensors, int64_t unit);
+// Returns the number of elements that the segments of pack_tensors() occupy.
+int64_t packed_elements(const std::vector<Segment>& segments, int64_t unit);
 
 // Lists of specs for benchmarks and `gradwire compare --compression shelf`. Wire formats are included
 // automatically. The practical choices of a new codec must be added here.

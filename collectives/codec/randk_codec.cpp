@@ -15,19 +15,10 @@
 #include <algorithm>
 
 #include "collectives/codec/codec.h"
-#include "collectives/codec/policy_codec.h"
 #include "kernels/randk/randk.h"
 
 namespace gradwire {
 namespace {
-
-std::vector<RandKTensor> tensors_of(const BucketContext& c) {
-  std::vector<RandKTensor> all;
-  for (const BucketTensor& t : c.tensors) {
-    all.push_back({.offset = t.offset, .count = t.count(), .index = t.index});
-  }
-  return all;
-}
 
 class RandKCodec final : public Codec {
  public:
@@ -37,26 +28,33 @@ class RandKCodec final : public Codec {
         elements_(c.elements),
         step_(c.step),
         residual_(c, spec_.policy.keeps_errors()) {
-    for (const double ratio : spec_.ramp_ratios()) {
-      stages_.push_back({RandKTable(c.stream, tensors_of(c), ratio, packing_unit(c.spec.wire, 1))});
+    std::vector<RandKTensor> tensors;
+    for (const BucketTensor& t : c.tensors) {
+      tensors.push_back({.offset = t.offset, .count = t.count(), .index = t.index});
     }
-    const int64_t most = stages_.front().table.values();
-    values_ = make_buffer<float>(c.transport->device(), most);
-    lost_ = buffer<float>(c, spec_.policy.keeps_errors() && !spec_.wire->exact ? most : 0);
-    chosen_ = buffer<int64_t>(c, most);
-    for (Buffer* b : {&values_, &lost_, &chosen_}) fill_zero(c.stream, b->data(), b->bytes());
-    for (Stage& stage : stages_) add_allreduce(c, stage);
+    for (const double ratio : spec_.ramp_ratios()) {
+      tables_.emplace_back(c.stream, tensors, ratio, packing_unit(c.spec.wire, 1));
+    }
+    const int64_t most = tables_.front().values();
+    values_ = c.zeros(most);
+    lost_ = c.zeros(spec_.policy.keeps_errors() && !spec_.wire->exact ? most : 0);
+    chosen_ = make_buffer<int64_t>(c.transport->device(), most);
+    fill_zero(c.stream, chosen_.data(), chosen_.bytes());
+    for (const RandKTable& table : tables_) {
+      allreduces_.push_back(
+          c.allreduce("", spec_.wire, {values_.data(), values_.data(), lost_.as<float>(), table.values()}));
+    }
     c.stream.synchronize();
   }
 
   size_t workspace_bytes() const override {
     size_t bytes = 0;
-    for (const Stage& stage : stages_) bytes = std::max(bytes, stage.allreduce->workspace_bytes());
+    for (const BucketAllreduce& a : allreduces_) bytes = std::max(bytes, a.program->workspace_bytes());
     return residual_.workspace_bytes() + bytes;
   }
   void bind(void* workspace) override {
     void* const rest = residual_.bind(workspace);
-    for (const Stage& stage : stages_) stage.allreduce->bind(rest);
+    for (const BucketAllreduce& a : allreduces_) a.program->bind(rest);
   }
   void rebind(float* gradients) override { gradients_ = gradients; }
   int64_t steady_from() const override {
@@ -64,10 +62,11 @@ class RandKCodec final : public Codec {
   }
 
   void run(const Stream& stream, int64_t step, BucketPhases& phases) override {
-    const Stage& stage = stages_[spec_.policy.stage(step, stages_.size())];
-    residual_.begin_step(stream, phases);
+    const size_t stage = spec_.policy.stage(step, tables_.size());
+    const RandKTable& table = tables_[stage];
+    residual_.load(stream, phases, true);
     phases.enter(stream, Phase::compress);
-    randk_gather(stream, {.table = &stage.table,
+    randk_gather(stream, {.table = &table,
                           .grad = gradients_,
                           .residual = residual_.values(),
                           .count = elements_,
@@ -75,16 +74,16 @@ class RandKCodec final : public Codec {
                           .chosen = chosen_.as<int64_t>(),
                           .seed = spec_.seed,
                           .step = step_});
-    fill_zero(stream, lost_.data(),
-              lost_.bytes());  // the residual already holds the errors of the previous step
-    stage.allreduce->run(stream, &phases);
+    // The residual already holds the errors of the previous step.
+    fill_zero(stream, lost_.data(), lost_.bytes());
+    allreduces_[stage].program->run(stream, &phases);
     phases.enter(stream, Phase::decompress);
     randk_scatter(stream, {.chosen = chosen_.as<const int64_t>(),
                            .values = values_.as<const float>(),
                            .lost = lost_.as<const float>(),
                            .grad = gradients_,
                            .residual = residual_.values(),
-                           .count = stage.table.values()});
+                           .count = table.values()});
     residual_.store(stream, phases);
   }
 
@@ -95,45 +94,24 @@ class RandKCodec final : public Codec {
   }
 
   std::string describe() const override {
-    return fmt::format("randk: {} of {} elements; wire {}{}", stages_.back().table.values(), elements_,
+    return fmt::format("randk: {} of {} elements; wire {}{}", tables_.back().values(), elements_,
                        spec_.wire->name, residual_.describe());
   }
 
-  std::vector<PlannedAllreduce> plan() const override {
-    const SchedulePlanner::Choice& choice = stages_.back().choice;
-    return {{"", choice.schedule.kind, choice.reason}};
-  }
+  PlannedAllreduces plan() const override { return {{"", &allreduces_.back().choice}}; }
 
  private:
-  // A ratio of the ramp, and the allreduce of its values.
-  struct Stage {
-    RandKTable table;
-    SchedulePlanner::Choice choice = {};
-    std::unique_ptr<Program> allreduce = {};
-  };
-
-  void add_allreduce(const BucketContext& c, Stage& stage) {
-    const int64_t count = stage.table.values();
-    stage.choice = c.choose(count, spec_.wire);
-    stage.allreduce =
-        std::make_unique<Program>(*c.transport, stage.choice.schedule,
-                                  ProgramBuffers{values_.data(), values_.data(), lost_.as<float>(), count},
-                                  c.compressed_options("", stage.choice.slice_bytes));
-  }
-  template <typename T>
-  static Buffer buffer(const BucketContext& c, int64_t count) {
-    return make_buffer<T>(c.transport->device(), count);
-  }
-
   const CompressionSpec spec_;
   float* gradients_;
   const int64_t elements_;
   const uint64_t* step_;
   Residual residual_;
   Buffer values_;
-  Buffer lost_;                // lossy formats with error feedback: the errors of this rank's encodes
-  Buffer chosen_;              // each value's coordinate
-  std::vector<Stage> stages_;  // the last with the spec's ratio
+  Buffer lost_;    // lossy formats with error feedback: the errors of this rank's encodes
+  Buffer chosen_;  // each value's coordinate
+  // The ratios of a ramp, the last the spec's, and the allreduces of their values.
+  std::vector<RandKTable> tables_;
+  std::vector<BucketAllreduce> allreduces_;
 };
 
 }  // namespace

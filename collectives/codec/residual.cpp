@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "collectives/codec/codec.h"
 #include "kernels/wire/floats.h"
@@ -41,7 +42,8 @@ void* Residual::bind(void* workspace) {
   return static_cast<std::byte*>(workspace) + workspace_bytes();
 }
 
-void Residual::load(const Stream& stream, BucketPhases& phases, float decay) const {
+void Residual::load(const Stream& stream, BucketPhases& phases, bool begins_step) const {
+  const float decay = begins_step ? decay_ : 1.0f;
   if (!encoded() && (decay == 1.0f || count_ == 0)) return;
   phases.enter(stream, Phase::compress);
   if (encoded()) {
@@ -63,34 +65,30 @@ std::string Residual::describe() const {
   return fmt::format(" with error feedback{}{}", encoded() ? " in " : "", encoded() ? format_->name : "");
 }
 
-Residual::Part Residual::part_around(int64_t first_byte, int64_t bytes) const {
-  const int64_t begin = first_byte / 4 / kPart * kPart;
-  const int64_t end = (first_byte + bytes + 3) / 4;
-  return {begin, std::min(count_, (end + kPart - 1) / kPart * kPart) - begin};
-}
-
 std::byte* Residual::value_bytes(int64_t first_byte) const {
   return reinterpret_cast<std::byte*>(values_) + first_byte;
 }
 
-void Residual::decode(const Stream& stream, Part part, float scale) const {
-  format_->decode(stream, {.wire = stored_.as<const std::byte>() + format_->bytes(part.first),
-                           .out = values_ + part.first,
+void Residual::decode(const Stream& stream, ElementRange part, float scale) const {
+  format_->decode(stream, {.wire = stored_.as<const std::byte>() + format_->bytes(part.begin),
+                           .out = values_ + part.begin,
                            .scale = scale,
-                           .count = part.count});
+                           .count = part.count()});
 }
 
-void Residual::encode(const Stream& stream, Part part, const WireRounding& rounding) const {
-  ReduceEncode args{.own = values_ + part.first,
-                    .wire = stored_.as<std::byte>() + format_->bytes(part.first),
-                    .count = part.count,
+void Residual::encode(const Stream& stream, ElementRange part, const WireRounding& rounding) const {
+  ReduceEncode args{.own = values_ + part.begin,
+                    .wire = stored_.as<std::byte>() + format_->bytes(part.begin),
+                    .count = part.count(),
                     .rounding = rounding};
   format_->reduce_encode(stream, args);
 }
 
-Residual::Part Residual::open(const Stream& stream, int64_t first_byte, int64_t bytes) const {
-  if (settle_) settle_(stream, first_byte / 4, (first_byte + bytes + 3) / 4);
-  const Part part = part_around(first_byte, bytes);
+ElementRange Residual::open(const Stream& stream, int64_t first_byte, int64_t bytes) const {
+  const int64_t end = (first_byte + bytes + 3) / 4;
+  if (settle_) settle_(stream, first_byte / 4, end);
+  const ElementRange part{first_byte / 4 / kPart * kPart,
+                          std::min(count_, (end + kPart - 1) / kPart * kPart)};
   if (encoded()) decode(stream, part);
   return part;
 }
@@ -104,14 +102,14 @@ void Residual::read(const Stream& stream, int64_t first_byte, std::span<std::byt
 // encode exactly, even if zeros replace some of the values. The same holds for the neighbours of the written
 // values.
 void Residual::write(const Stream& stream, int64_t first_byte, std::span<const std::byte> from) const {
-  const Part part = open(stream, first_byte, static_cast<int64_t>(from.size()));
+  const ElementRange part = open(stream, first_byte, static_cast<int64_t>(from.size()));
   written_ = true;
   copy(stream, value_bytes(first_byte), from.data(), from.size());
   if (encoded()) encode(stream, part, {});
 }
 
 void Residual::clear(const Stream& stream, int64_t first_byte, int64_t bytes) const {
-  const Part part = open(stream, first_byte, bytes);
+  const ElementRange part = open(stream, first_byte, bytes);
   fill_zero(stream, value_bytes(first_byte), static_cast<size_t>(bytes));
   if (encoded()) encode(stream, part, {});
 }
@@ -122,12 +120,11 @@ std::vector<int> merged_ranks(int rank, int world, int saved_world) {
   return ranks;
 }
 
-void add_residual(std::vector<float>& sum, const std::vector<float>& residual) {
-  if (sum.empty()) {
-    sum = residual;
-    return;
-  }
-  for (size_t i = 0; i < residual.size(); ++i) sum[i] += residual[i];
+void add_residual(std::vector<float>& sum, const void* residual, int64_t count) {
+  std::vector<float> values(static_cast<size_t>(count));
+  std::memcpy(values.data(), residual, values.size() * sizeof(float));
+  if (sum.empty()) return sum.swap(values);
+  for (size_t i = 0; i < values.size(); ++i) sum[i] += values[i];
 }
 
 void TensorState::read(const Stream& stream, size_t first_byte, std::span<std::byte> to) const {

@@ -7,9 +7,10 @@
 //          which is unbiased, so that errors cancel over the steps. Rounding to nearest would always lose
 //          values that are small compared with the other values of the block.
 //
-// A codec has one residual. It calls begin_step() before work that reads the residual and store() after work
-// that writes the residual. begin_step() multiplies the residual by the spec's ef_decay. With a format of w
-// bytes per element, the two together move 8 + 2 w bytes per element; in FP32, ef_decay moves 8.
+// A codec has one residual. It calls load() before work that reads the residual and store() after work that
+// writes the residual. At the beginning of a step, load() multiplies the residual by the spec's ef_decay.
+// With a format of w bytes per element, the two together move 8 + 2 w bytes per element; in FP32, ef_decay
+// moves 8.
 //
 // The stored values may lag behind the residual by a step if the codec registers a function with
 // settle_with(). read(), write() and clear() then call this function.
@@ -43,11 +44,10 @@ class Residual {
   // Sets the residual's workspace. Returns the address of the memory that follows the residual's workspace.
   void* bind(void* workspace);
   // Returns the values, (elements), laid out as the bucket's gradients; null without a residual. Valid
-  // between begin_step() or load() and store(). A residual stored in FP32 is always valid after bind().
+  // between load() and store(). A residual stored in FP32 is always valid after bind().
   float* values() const { return values_; }
-  void load(const Stream& stream, BucketPhases& phases) const { load(stream, phases, 1.0f); }
-  // Loads the values times ef_decay.
-  void begin_step(const Stream& stream, BucketPhases& phases) const { load(stream, phases, decay_); }
+  // Loads the values; at the beginning of a step, times ef_decay.
+  void load(const Stream& stream, BucketPhases& phases, bool begins_step = false) const;
   // Enqueues the codec's work on the values that it left pending.
   void settle(const Stream& stream) const {
     if (settle_) settle_(stream, 0, count_);
@@ -73,17 +73,11 @@ class Residual {
   bool take_written() { return std::exchange(written_, false); }
 
  private:
-  struct Part {
-    int64_t first = 0, count = 0;
-  };
-  // Returns the elements whose blocks hold these bytes.
-  Part part_around(int64_t first_byte, int64_t bytes) const;
-  // Prepares access to these bytes. Returns the part that holds them.
-  Part open(const Stream& stream, int64_t first_byte, int64_t bytes) const;
-  void load(const Stream& stream, BucketPhases& phases, float decay) const;
-  void decode(const Stream& stream, Part part, float scale = 1.0f) const;
+  // Prepares access to these bytes. Returns the part of whole blocks that holds them.
+  ElementRange open(const Stream& stream, int64_t first_byte, int64_t bytes) const;
+  void decode(const Stream& stream, ElementRange part, float scale = 1.0f) const;
   std::byte* value_bytes(int64_t first_byte) const;
-  void encode(const Stream& stream, Part part, const WireRounding& rounding) const;
+  void encode(const Stream& stream, ElementRange part, const WireRounding& rounding) const;
 
   Wire format_;
   int64_t count_ = 0;

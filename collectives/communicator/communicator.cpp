@@ -7,8 +7,6 @@
 
 #include "collectives/agreement/statements.h"
 #include "collectives/transport/local/local.h"
-#include "collectives/transport/nccl/nccl.h"
-#include "collectives/transport/tcp/tcp.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 
@@ -22,23 +20,6 @@ std::vector<std::unique_ptr<Communicator>> Communicator::create_local(const std:
     communicators.back()->set_link_costs({});
   }
   return communicators;
-}
-
-std::unique_ptr<Communicator> Communicator::create_tcp(const TcpOptions& options) {
-  return std::make_unique<Communicator>(make_tcp_transport(options));
-}
-
-std::unique_ptr<Communicator> Communicator::join_tcp(const TcpOptions& options, const JoinRequest& join) {
-  return std::make_unique<Communicator>(join_tcp_transport(options, join));
-}
-
-std::unique_ptr<Communicator> Communicator::create_nccl(const NcclOptions& options) {
-  return std::make_unique<Communicator>(make_nccl_transport(options));
-}
-
-std::unique_ptr<Communicator> Communicator::adopt_nccl(void* nccl_comm, int device,
-                                                       std::chrono::milliseconds timeout) {
-  return std::make_unique<Communicator>(adopt_nccl_communicator(nccl_comm, device, timeout));
 }
 
 std::unique_ptr<Communicator> Communicator::create_single(Device device) {
@@ -59,10 +40,10 @@ void Communicator::agree_on_ranks_per_node(int ranks_here) {
   }
   ranks_per_node_ = agreed ? ranks_here : 0;
 }
-const LinkCosts& Communicator::link_costs(const Stream& stream, const ScheduleRequest& request) {
+const LinkCosts& Communicator::link_costs(const Stream& stream, ScheduleKind kind) {
   static const LinkCosts on_gpus, on_hosts{.slice_bytes = 384 << 10};
   if (link_costs_) return *link_costs_;
-  if (request.kind != ScheduleKind::automatic || world() <= 2) {
+  if (kind != ScheduleKind::automatic || world() <= 2) {
     return device().is_host() ? on_hosts : on_gpus;
   }
   // A joiner has not measured. After a failure some survivors may have measured, and others not.
@@ -131,29 +112,20 @@ std::unique_ptr<Communicator> Communicator::successor(std::unique_ptr<Transport>
   return made;
 }
 
-namespace {
-
-LinkCosts costs_of(const EmulatedLink& link) {
-  const LinkCosts threads;
-  LinkCosts::Pattern pattern = threads.all_pairs;
-  pattern.latency_us += std::chrono::duration<double, std::micro>(link.delay).count();
-  pattern.bytes_per_us = std::min(pattern.bytes_per_us, link.payload_bytes_per_us());
-  LinkCosts costs;
-  costs.neighbour = costs.all_pairs = costs.inter_node = pattern;
-  costs.intra_node = link.ranks_per_node > 1 ? threads.intra_node : pattern;
-  return costs;
-}
-
-}  // namespace
-
 std::vector<std::unique_ptr<Communicator>> create_local_ranks(const std::vector<Device>& devices,
                                                               std::chrono::milliseconds timeout,
                                                               const EmulatedLink& link) {
   if (!link) return Communicator::create_local(devices, timeout);
+  LinkCosts costs;
+  LinkCosts::Pattern pattern = costs.all_pairs;
+  pattern.latency_us += std::chrono::duration<double, std::micro>(link.delay).count();
+  pattern.bytes_per_us = std::min(pattern.bytes_per_us, link.payload_bytes_per_us());
+  costs.neighbour = costs.all_pairs = costs.inter_node = pattern;
+  if (link.ranks_per_node <= 1) costs.intra_node = pattern;
   std::vector<std::unique_ptr<Communicator>> communicators;
   for (auto& transport : make_local_transports(devices, timeout, link)) {
     communicators.push_back(std::make_unique<Communicator>(std::move(transport)));
-    communicators.back()->set_link_costs(costs_of(link));
+    communicators.back()->set_link_costs(costs);
   }
   return communicators;
 }

@@ -18,10 +18,6 @@
 
 namespace gradwire {
 
-struct JoinRequest;
-struct TcpOptions;
-struct NcclOptions;
-
 class Communicator {
  public:
   // Creates ranks as threads of one process: communicators[r] is for rank r only, on devices[r]. Several
@@ -29,19 +25,9 @@ class Communicator {
   // every rank.
   static std::vector<std::unique_ptr<Communicator>> create_local(const std::vector<Device>& devices,
                                                                  std::chrono::milliseconds timeout);
-  // Creates one rank of a group of processes, on the host. Blocks until all ranks have joined. Throws
-  // CommError at the timeout. See transport/tcp/tcp.h.
-  static std::unique_ptr<Communicator> create_tcp(const TcpOptions& options);
-  // Joins a running group as a new rank. See transport/tcp/tcp.h.
-  static std::unique_ptr<Communicator> join_tcp(const TcpOptions& options, const JoinRequest& join);
-  // Creates one rank of a group of processes, on a GPU. Blocks until all ranks have joined. Throws CommError
-  // at the timeout. See transport/nccl/nccl.h.
-  static std::unique_ptr<Communicator> create_nccl(const NcclOptions& options);
-  // Creates a communicator that uses the caller's ncclComm_t, which the caller continues to own.
-  static std::unique_ptr<Communicator> adopt_nccl(void* nccl_comm, int device,
-                                                  std::chrono::milliseconds timeout);
   // Creates a world of 1.
   static std::unique_ptr<Communicator> create_single(Device device);
+  // Creates one rank of a group of processes: transport/tcp/tcp.h and transport/nccl/nccl.h connect them.
   explicit Communicator(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}
 
   int rank() const { return transport_->rank(); }
@@ -59,13 +45,13 @@ class Communicator {
   void agree_on_ranks_per_node(int ranks_here);
   int ranks_per_node() const { return ranks_per_node_; }
 
-  // Returns the link costs for a planner with this request. Costs are needed only if there is a choice:
+  // Returns the link costs for a planner of this kind. Costs are needed only if there is a choice:
   // schedule=auto with more than two ranks. The first such call measures the costs, within 0.3 s and 5 % of
   // the timeout: this call is collective and blocks, and the exchanges run on `stream`. Until then, other
-  // requests get assumed costs, and messages of at most 384 KiB between processes on the host. Groups in one
+  // kinds get assumed costs, and messages of at most 384 KiB between processes on the host. Groups in one
   // process use LinkCosts' defaults, so that every run gives the same bits. Groups of the same ranks, or of
   // survivors, do not measure again.
-  const LinkCosts& link_costs(const Stream& stream, const ScheduleRequest& request);
+  const LinkCosts& link_costs(const Stream& stream, ScheduleKind kind);
   void set_link_costs(const LinkCosts& costs);
 
   // Returns the stream for exchanges that overlap with kernels, shared by all users of this communicator.

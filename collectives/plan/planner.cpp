@@ -50,44 +50,44 @@ SchedulePlanner::Loads SchedulePlanner::loads(const Schedule& s, const std::vect
       }
     }
     for (bool intra_node : {false, true}) {
-      result.of[intra_node].rounds += used[intra_node] ? 1 : 0;
-      result.of[intra_node].serial += most[intra_node];
+      result.rounds[intra_node] += used[intra_node] ? 1 : 0;
+      result.serial[intra_node] += most[intra_node];
     }
   }
   for (bool intra_node : {false, true}) {
-    Load& load = result.of[intra_node];
+    double& busiest = result.busiest[intra_node];
     for (int r = 0; r < s.world; ++r) {
-      load.busiest = std::max({load.busiest, sent[intra_node][r], received[intra_node][r]});
+      busiest = std::max({busiest, sent[intra_node][r], received[intra_node][r]});
     }
   }
   return result;
 }
 
-SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int ranks_per_node,
-                                 const LinkCosts& costs, int64_t slice_bytes)
-    : request_(request), world_(world), costs_(costs), slice_bytes_(slice_bytes) {
+SchedulePlanner::SchedulePlanner(const CompressionSpec& spec, Collective collective, int world,
+                                 int ranks_per_node, const LinkCosts& costs, int64_t slice_bytes, int root)
+    : fp32_intra_node_(spec.fp32_intra_node), world_(world), costs_(costs), slice_bytes_(slice_bytes) {
   const Topology topology{.nodes = 0, .per_node = ranks_per_node};
   auto add = [&](ScheduleKind kind) {
     Candidate& c = candidates_.emplace_back();
-    c.schedule = make_schedule(request.collective, kind, world, topology, request.root);
+    c.schedule = make_schedule(collective, kind, world, topology, root);
     c.even = loads(c.schedule, std::vector<double>(c.schedule.chunks, 1.0 / c.schedule.chunks));
   };
-  if (request.kind != ScheduleKind::automatic) {
-    add(request.kind);
+  if (spec.schedule != ScheduleKind::automatic) {
+    add(spec.schedule);
     const Schedule& only = candidates_[0].schedule;
     reason_ = "requested";
-    if (request.kind == ScheduleKind::hierarchical)
+    if (spec.schedule == ScheduleKind::hierarchical)
       reason_ += fmt::format(", {} nodes of {}", only.nodes, only.per_node);
     return;
   }
-  const bool broadcast = request.collective == Collective::broadcast;  // a broadcast adds no contributions
+  const bool broadcast = collective == Collective::broadcast;  // a broadcast adds no contributions
   if (world <= kMaxInputs + 1 || broadcast) add(ScheduleKind::two_shot);
   const bool nodes = ranks_per_node > 1 && ranks_per_node < world && world % ranks_per_node == 0;
   if (nodes && (ranks_per_node <= kMaxInputs || broadcast)) add(ScheduleKind::hierarchical);
   if (world > 2) {  // with two ranks, all schedules are the same
     add(ScheduleKind::ring);
     if (!broadcast) add(ScheduleKind::tree);
-    if (costs.library_measured && request.collective == Collective::allreduce) add(ScheduleKind::nccl);
+    if (costs.library_measured && collective == Collective::allreduce) add(ScheduleKind::nccl);
   }
 }
 
@@ -104,14 +104,6 @@ const LinkCosts::Pattern& SchedulePlanner::link(const Candidate& candidate, bool
   }
 }
 
-int64_t SchedulePlanner::slice_bytes(const Candidate& candidate, const Loads& loads) const {
-  if (slice_bytes_ != kAutomaticSlices) return slice_bytes_;
-  if (!costs_.measured) return costs_.slice_bytes;
-  const LinkCosts::Pattern& slow = link(candidate, false);
-  const double exchange = kLatenciesPerSlice * slow.latency_us * slow.bytes_per_us;
-  return std::clamp(static_cast<int64_t>(exchange / loads.messages), kLeastSlice, kSliceBytes);
-}
-
 double SchedulePlanner::predicted_us(const Option& option, int64_t count, Wire wire,
                                      const Shards& shards) const {
   const Candidate& candidate = *option.candidate;
@@ -119,40 +111,23 @@ double SchedulePlanner::predicted_us(const Option& option, int64_t count, Wire w
     const LinkCosts::Pattern& pattern = link(candidate, false);
     return world_ == 1
                ? 0
-               : pattern.latency_us + option.loads.of[false].busiest *
-                                          static_cast<double>(kFp32->bytes(count)) / pattern.bytes_per_us;
+               : pattern.latency_us + option.loads.busiest[false] * static_cast<double>(kFp32->bytes(count)) /
+                                          pattern.bytes_per_us;
   }
   double us = 0;
   for (bool intra_node : {false, true}) {
-    const Load& load = option.loads.of[intra_node];
-    if (load.rounds == 0) continue;
-    const bool exact = intra_node && request_.fp32_intra_node;
+    const int all_rounds = option.loads.rounds[intra_node];
+    const double serial = option.loads.serial[intra_node], busiest = option.loads.busiest[intra_node];
+    if (all_rounds == 0) continue;
+    const bool exact = intra_node && fp32_intra_node_;
     const auto bytes = static_cast<double>((exact ? kFp32 : wire)->bytes(count));
     const LinkCosts::Pattern& pattern = link(candidate, intra_node);
     const int slices = Program::slices_for(candidate.schedule, count, wire, option.slice_bytes, shards);
-    const double rounds = slices == 1 ? load.rounds : 2 * (load.rounds - 1) + slices;
-    const double buffers = load.busiest + (load.serial - load.busiest) / slices;
+    const double rounds = slices == 1 ? all_rounds : 2 * (all_rounds - 1) + slices;
+    const double buffers = busiest + (serial - busiest) / slices;
     us += rounds * pattern.latency_us + buffers * bytes / pattern.bytes_per_us;
   }
   return us;
-}
-
-bool SchedulePlanner::can_serve(const Candidate& candidate, Wire wire, const Shards& shards) const {
-  if (candidates_.size() == 1) return true;  // no alternative
-  switch (candidate.schedule.kind) {
-    case ScheduleKind::tree:
-      return shards.empty();  // a tree assigns chunks to only two ranks
-    case ScheduleKind::nccl:
-      return shards.empty() && wire->exact;
-    default:
-      return true;
-  }
-}
-
-int SchedulePlanner::lossy_steps(const Candidate& candidate, Wire wire) const {
-  if (wire->exact) return 0;
-  return request_.fp32_intra_node ? candidate.schedule.inter_node_lossy_steps
-                                  : candidate.schedule.lossy_steps;
 }
 
 SchedulePlanner::Option SchedulePlanner::consider(const Candidate& c, int64_t count, Wire wire,
@@ -160,21 +135,36 @@ SchedulePlanner::Option SchedulePlanner::consider(const Candidate& c, int64_t co
   Option option{.candidate = &c, .loads = c.even, .slice_bytes = 0, .us = 0, .score = 0, .lossy_steps = 0};
   if (!shards.empty()) {
     std::vector<double> parts;
-    for (ChunkRange range : chunk_ranges(c.schedule, count, shards, wire->granularity)) {
+    for (ElementRange range : chunk_ranges(c.schedule, count, shards, wire->granularity)) {
       parts.push_back(count == 0 ? 0 : static_cast<double>(range.count()) / static_cast<double>(count));
     }
     option.loads = loads(c.schedule, parts);
   }
-  option.slice_bytes = slice_bytes(c, option.loads);
+  if (slice_bytes_ != kAutomaticSlices) {
+    option.slice_bytes = slice_bytes_;
+  } else if (!costs_.measured) {
+    option.slice_bytes = costs_.slice_bytes;
+  } else {
+    const LinkCosts::Pattern& slow = link(c, false);
+    const double exchange = kLatenciesPerSlice * slow.latency_us * slow.bytes_per_us;
+    option.slice_bytes =
+        std::clamp(static_cast<int64_t>(exchange / option.loads.messages), kLeastSlice, kSliceBytes);
+  }
   option.us = predicted_us(option, count, wire, shards);
-  option.lossy_steps = lossy_steps(c, wire);
+  if (!wire->exact) {
+    option.lossy_steps = fp32_intra_node_ ? c.schedule.inter_node_lossy_steps : c.schedule.lossy_steps;
+  }
   return option;
 }
 
 SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire, const Shards& shards) const {
   std::vector<Option> options;
   for (const Candidate& c : candidates_) {
-    if (can_serve(c, wire, shards)) options.push_back(consider(c, count, wire, shards));
+    const ScheduleKind kind = c.schedule.kind;
+    // A tree assigns chunks to only two ranks, and NCCL's allreduce sends whole buffers of FP32.
+    const bool serves = shards.empty() ? kind != ScheduleKind::nccl || wire->exact
+                                       : kind != ScheduleKind::tree && kind != ScheduleKind::nccl;
+    if (serves || candidates_.size() == 1) options.push_back(consider(c, count, wire, shards));
   }
   if (options.size() == 1) {
     return {options[0].candidate->schedule,

@@ -23,24 +23,18 @@
 
 #include "collectives/plan/link_costs.h"
 #include "collectives/schedule/schedule.h"
+#include "collectives/spec/spec.h"
 #include "kernels/wire/format.h"
 
 namespace gradwire {
-
-// The fields of a compression spec that determine schedules.
-struct ScheduleRequest {
-  ScheduleKind kind = ScheduleKind::automatic;
-  bool fp32_intra_node = false;  // only links between nodes use the wire format
-  Collective collective = Collective::allreduce;
-  int root = 0;  // root of a broadcast
-};
 
 class SchedulePlanner {
  public:
   // Prepares the candidates. `costs` are used only for schedule=auto and kAutomaticSlices. Throws BadInput if
   // the requested schedule does not support this world.
-  SchedulePlanner(const ScheduleRequest& request, int world, int ranks_per_node, const LinkCosts& costs,
-                  int64_t slice_bytes);
+  // `root`: of a broadcast.
+  SchedulePlanner(const CompressionSpec& spec, Collective collective, int world, int ranks_per_node,
+                  const LinkCosts& costs, int64_t slice_bytes, int root = 0);
 
   struct Choice {
     Schedule schedule;
@@ -55,16 +49,13 @@ class SchedulePlanner {
   const LinkCosts& costs() const { return costs_; }
 
  private:
-  // A schedule's load on one class of links, inside or between nodes.
-  struct Load {
-    int rounds = 0;
-    // Sum over rounds of the largest amount that any rank sends or receives, as a fraction of the buffer.
-    double serial = 0;
-    // The largest amount that any rank sends or receives in total, as a fraction of the buffer.
-    double busiest = 0;
-  };
+  // A schedule's load on links between nodes and inside a node: [intra_node].
   struct Loads {
-    Load of[2];        // [intra_node]
+    int rounds[2] = {};
+    // Sum over rounds of the largest amount that any rank sends or receives, as a fraction of the buffer.
+    double serial[2] = {};
+    // The largest amount that any rank sends or receives in total, as a fraction of the buffer.
+    double busiest[2] = {};
     int messages = 1;  // the largest number of messages that a rank sends in a round
   };
   struct Candidate {
@@ -81,14 +72,10 @@ class SchedulePlanner {
   // Returns the schedule's loads. `parts`: each chunk's fraction of the buffer, (chunks).
   static Loads loads(const Schedule& schedule, const std::vector<double>& parts);
   const LinkCosts::Pattern& link(const Candidate& candidate, bool intra_node) const;
-  int64_t slice_bytes(const Candidate& candidate, const Loads& loads) const;
   double predicted_us(const Option& option, int64_t count, Wire wire, const Shards& shards) const;
   Option consider(const Candidate& candidate, int64_t count, Wire wire, const Shards& shards) const;
-  int lossy_steps(const Candidate& candidate, Wire wire) const;
-  // Returns whether the candidate supports this wire and these shards.
-  bool can_serve(const Candidate& candidate, Wire wire, const Shards& shards) const;
 
-  const ScheduleRequest request_;
+  const bool fp32_intra_node_;  // only links between nodes use the wire format
   const int world_;
   const LinkCosts costs_;
   const int64_t slice_bytes_;

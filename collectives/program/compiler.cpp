@@ -1,10 +1,13 @@
-#include "collectives/program/compiler.h"
-
+// Compiles a program into operations for its addresses.
+//
+// The compiler walks one rank's rounds. For each round it emits the kernels that must run before the
+// exchange, the exchange, and the kernels that depend on the received data. put_in_order() then defers the
+// kernels that can wait.
 #include <algorithm>
+#include <climits>
 #include <type_traits>
 
 #include "collectives/program/program.h"
-#include "kernels/wire/format.h"
 #include "runtime/util/error.h"
 #include "runtime/util/hash.h"
 
@@ -15,17 +18,14 @@ size_t aligned(int64_t bytes) {
   return (static_cast<size_t>(bytes) + 255) / 256 * 256;
 }
 
-// Returns the scale of the parts while adding; 1 if the schedule adds nothing.
-float part_scale_of(const Schedule& schedule, float scale) {
-  const bool adds =
-      schedule.collective == Collective::allreduce || schedule.collective == Collective::reduce_scatter;
-  return adds && schedule.world > 1 ? part_scale_for(scale) : 1.0f;
-}
+}  // namespace
 
-class Compiler {
+class Program::Compiler {
  public:
-  Compiler(const ProgramPlan& plan, const ProgramMemory& memory);
-  CompiledProgram compile();
+  // Compiles for a workspace at this address.
+  Compiler(const Program& program, uintptr_t workspace);
+  // Returns the operations, and sets the size of the workspace.
+  std::vector<Operation> compile(size_t* workspace_bytes);
 
  private:
   // A contribution to a chunk's sum, in a slot of the workspace.
@@ -42,7 +42,7 @@ class Compiler {
   };
   // The state of one chunk on this rank.
   struct Chunk {
-    ChunkRange range;
+    ElementRange range;
     bool owned = false;
     float* exact = nullptr;        // place of the FP32 sum and of the final value
     void* encoded = nullptr;       // place of the encoded chunk
@@ -56,17 +56,15 @@ class Compiler {
   };
 
   // Choose the addresses of chunks and inputs.
-  void place_chunks(const ProgramMemory& memory);
-  void place_buffers(Chunk& chunk, const ProgramMemory& memory, int64_t shard_offset);
+  void place_chunks();
   void* reserve(int64_t bytes);
-  void* address(size_t offset) const { return reinterpret_cast<void*>(workspace_ + offset); }
-  int take_slot();
   void* place_of(const Input& input) const;
 
   // Properties of steps.
-  const std::vector<Round>& rounds() const { return plan_.schedule.rounds[plan_.rank()]; }
+  const std::vector<Round>& rounds() const { return program_.schedule_.rounds[rank_]; }
   bool is_exact(const Step& step) const;
   int64_t bytes_of(const Chunk& chunk, bool exact) const;
+  bool sends_a_part(int rank, int chunk, int round);
 
   // Process the rounds in order.
   void look_ahead();
@@ -79,18 +77,19 @@ class Compiler {
   void close(int chunk);
   int add_exact_inputs(Chunk& chunk, float scale, bool feeds_encode);
   int add_encoded_inputs(Chunk& chunk, const float* own, bool own_is_sum, float scale);
-  void produce_final(Chunk& chunk);
   template <typename Args>
   void merge(std::vector<Input>& inputs, const Chunk& chunk, Args& args);
   template <typename Args>
   int emit(const Args& args, const Chunk& chunk);
-  void must_precede(int kernel, int exchange);
+  std::vector<Operation> put_in_order();
 
   [[noreturn]] void refuse(const std::string& why) const;
 
-  const ProgramPlan& plan_;
+  const Program& program_;
+  const int rank_;
   const Wire wire_;
-  const float part_scale_, result_scale_;  // scales of parts while adding, and of their sum
+  float part_scale_ = 1.0f;  // scale of parts while adding; 1 if the schedule adds nothing
+  float result_scale_ = 1.0f;
   // The workspace: encoded chunks of a lossy format, then slots for contributions.
   const uintptr_t workspace_;
   size_t reserved_ = 0, slot_bytes_ = 0;
@@ -98,37 +97,42 @@ class Compiler {
   int slots_ = 0;
   std::vector<Chunk> chunks_;
   std::vector<Exchange> exchanges_;  // one per round, possibly empty
-  std::vector<EmittedKernel> kernels_;
-  FirstSums first_sums_;
+  std::vector<Kernel> kernels_;      // each kernel after its dependencies
+  // [rank][chunk]: the round in which a rank first adds to a chunk; empty until requested.
+  std::vector<std::vector<int>> first_sums_;
 };
 
-Compiler::Compiler(const ProgramPlan& plan, const ProgramMemory& memory)
-    : plan_(plan),
-      wire_(plan.options.wire),
-      part_scale_(part_scale_of(plan.schedule, plan.options.scale)),
-      result_scale_(plan.options.scale / part_scale_),
-      workspace_(memory.workspace),
-      chunks_(plan.schedule.chunks),
-      first_sums_(plan.schedule) {
-  for (int c = 0; c < plan.schedule.chunks; ++c) {
-    chunks_[c].range = plan.ranges[c];
-    chunks_[c].owned = plan.schedule.owner[c] == plan.rank();
+Program::Compiler::Compiler(const Program& program, uintptr_t workspace)
+    : program_(program),
+      rank_(program.transport_.rank()),
+      wire_(program.options_.wire),
+      workspace_(workspace),
+      chunks_(program.schedule_.chunks),
+      first_sums_(static_cast<size_t>(program.schedule_.world)) {
+  const Schedule& schedule = program.schedule_;
+  const bool adds =
+      schedule.collective == Collective::allreduce || schedule.collective == Collective::reduce_scatter;
+  if (adds && schedule.world > 1) part_scale_ = part_scale_for(program.options_.scale);
+  result_scale_ = program.options_.scale / part_scale_;
+  for (int c = 0; c < schedule.chunks; ++c) {
+    chunks_[c].range = program.ranges_[c];
+    chunks_[c].owned = schedule.owner[c] == rank_;
   }
   look_ahead();
-  place_chunks(memory);
+  place_chunks();
 }
 
-CompiledProgram Compiler::compile() {
+std::vector<Program::Operation> Program::Compiler::compile(size_t* workspace_bytes) {
   for (int k = 0; k < static_cast<int>(rounds().size()); ++k) compile_round(k);
-  for (int c = 0; c < plan_.schedule.chunks; ++c) {
+  for (int c = 0; c < static_cast<int>(chunks_.size()); ++c) {
     if (!chunks_[c].closed && chunks_[c].owned) close(c);
   }
-  return {put_in_order(std::move(kernels_), std::move(exchanges_)),
-          reserved_ + static_cast<size_t>(slots_) * slot_bytes_};
+  *workspace_bytes = reserved_ + static_cast<size_t>(slots_) * slot_bytes_;
+  return put_in_order();
 }
 
 // Determines which of this rank's sums are sent over a lossy wire, and how large a slot must be.
-void Compiler::look_ahead() {
+void Program::Compiler::look_ahead() {
   std::vector<bool> final(chunks_.size());
   for (const Round& round : rounds()) {
     for (const Step& step : round) {
@@ -144,70 +148,75 @@ void Compiler::look_ahead() {
   }
 }
 
-void Compiler::place_chunks(const ProgramMemory& memory) {
+// Places each chunk's part and result in the program's buffers where the collective allows it, otherwise in
+// the workspace.
+void Program::Compiler::place_chunks() {
+  float *const out = program_.out_, *const residual = program_.buffers_.residual;
   int64_t shard_offset = 0;  // offset of the next owned chunk in this rank's shard
   for (Chunk& chunk : chunks_) {
     if (!wire_->exact) chunk.encoded = reserve(bytes_of(chunk, false));
-    place_buffers(chunk, memory, shard_offset);
+    const int64_t begin = chunk.range.begin;
+    switch (program_.schedule_.collective) {
+      case Collective::allreduce:
+        chunk.own = program_.in_ + begin;
+        chunk.exact = out + begin;
+        if (residual != nullptr) chunk.residual = residual + begin;
+        break;
+      case Collective::reduce_scatter:
+        chunk.own = program_.in_ + begin;
+        if (residual != nullptr) chunk.residual = residual + begin;
+        chunk.exact =
+            chunk.owned ? out + shard_offset : static_cast<float*>(reserve(4 * chunk.range.count()));
+        break;
+      case Collective::all_gather:
+      case Collective::broadcast:
+        chunk.own = chunk.owned ? program_.in_ + shard_offset : nullptr;
+        chunk.exact = out + begin;
+        if (residual != nullptr && chunk.owned) chunk.residual = residual + shard_offset;
+        break;
+    }
     if (chunk.owned) shard_offset += chunk.range.count();
   }
 }
 
-// Places a chunk's part and result in the caller's buffers where the collective allows it, otherwise in the
-// workspace.
-void Compiler::place_buffers(Chunk& chunk, const ProgramMemory& memory, int64_t shard_offset) {
-  const int64_t begin = chunk.range.begin;
-  switch (plan_.schedule.collective) {
-    case Collective::allreduce:
-      chunk.own = memory.in + begin;
-      chunk.exact = memory.out + begin;
-      if (memory.residual != nullptr) chunk.residual = memory.residual + begin;
-      break;
-    case Collective::reduce_scatter:
-      chunk.own = memory.in + begin;
-      if (memory.residual != nullptr) chunk.residual = memory.residual + begin;
-      chunk.exact =
-          chunk.owned ? memory.out + shard_offset : static_cast<float*>(reserve(4 * chunk.range.count()));
-      break;
-    case Collective::all_gather:
-    case Collective::broadcast:
-      chunk.own = chunk.owned ? memory.in + shard_offset : nullptr;
-      chunk.exact = memory.out + begin;
-      if (memory.residual != nullptr && chunk.owned) chunk.residual = memory.residual + shard_offset;
-      break;
-  }
-}
-
-void* Compiler::reserve(int64_t bytes) {
-  void* place = address(reserved_);
+void* Program::Compiler::reserve(int64_t bytes) {
+  void* place = reinterpret_cast<void*>(workspace_ + reserved_);
   reserved_ += aligned(bytes);
   return place;
 }
 
-int Compiler::take_slot() {
-  if (free_slots_.empty()) return slots_++;
-  const int slot = free_slots_.back();
-  free_slots_.pop_back();
-  return slot;
+void* Program::Compiler::place_of(const Input& input) const {
+  return reinterpret_cast<void*>(workspace_ + reserved_ + static_cast<size_t>(input.slot) * slot_bytes_);
 }
 
-void* Compiler::place_of(const Input& input) const {
-  return address(reserved_ + static_cast<size_t>(input.slot) * slot_bytes_);
+bool Program::Compiler::is_exact(const Step& step) const {
+  return wire_->exact || (program_.options_.fp32_intra_node && step.intra_node);
 }
 
-bool Compiler::is_exact(const Step& step) const {
-  return wire_->exact || (plan_.options.fp32_intra_node && step.intra_node);
-}
-
-int64_t Compiler::bytes_of(const Chunk& chunk, bool exact) const {
+int64_t Program::Compiler::bytes_of(const Chunk& chunk, bool exact) const {
   return (exact ? kFp32 : wire_)->bytes(chunk.range.count());
 }
 
-void Compiler::compile_round(int round) {
+// Returns whether `rank` sends only its own part of the chunk in this round, not a sum of parts.
+bool Program::Compiler::sends_a_part(int rank, int chunk, int round) {
+  std::vector<int>& first = first_sums_[static_cast<size_t>(rank)];
+  if (first.empty()) {
+    first.resize(chunks_.size(), INT_MAX);
+    const auto& theirs = program_.schedule_.rounds[static_cast<size_t>(rank)];
+    for (int k = static_cast<int>(theirs.size()); k-- > 0;) {
+      for (const Step& step : theirs[static_cast<size_t>(k)]) {
+        if (step.kind == Step::Kind::recv_reduce) first[static_cast<size_t>(step.chunk)] = k;
+      }
+    }
+  }
+  return first[static_cast<size_t>(chunk)] >= round;
+}
+
+void Program::Compiler::compile_round(int round) {
   const Round& steps = rounds()[round];
   Exchange& exchange = exchanges_.emplace_back();
-  exchange.label = {mix(plan_.call.hash, static_cast<uint64_t>(round)),
-                    fmt::format("{}, round {} of {}", plan_.call.what, round + 1, rounds().size())};
+  exchange.label = {mix(program_.call_.hash, static_cast<uint64_t>(round)),
+                    fmt::format("{}, round {} of {}", program_.call_.what, round + 1, rounds().size())};
   for (const Step& step : steps) {
     const Chunk& chunk = chunks_[step.chunk];
     if (step.kind == Step::Kind::send && !chunk.closed && chunk.range.count() > 0) close(step.chunk);
@@ -220,12 +229,15 @@ void Compiler::compile_round(int round) {
   }
   for (const Step& step : steps) {
     Chunk& chunk = chunks_[step.chunk];
-    if (step.kind == Step::Kind::recv_copy && !is_exact(step) && chunk.range.count() > 0)
-      produce_final(chunk);
+    if (step.kind != Step::Kind::recv_copy || is_exact(step) || chunk.range.count() == 0) continue;
+    const int made_by = emit(
+        Decode{chunk.encoded_source.data, chunk.exact, result_scale_, chunk.range.count(), chunk.residual},
+        chunk);
+    chunk.exact_source = {.data = chunk.exact, .available = true, .made_by = made_by};
   }
 }
 
-Transfer Compiler::send(const Step& step, int round) {
+Transfer Program::Compiler::send(const Step& step, int round) {
   const Chunk& chunk = chunks_[step.chunk];
   const bool exact = is_exact(step);
   const Source& source = exact ? chunk.exact_source : chunk.encoded_source;
@@ -234,25 +246,34 @@ Transfer Compiler::send(const Step& step, int round) {
                        exact ? "inside its node, as FP32, after it was rounded for another node"
                              : "to another node, to be rounded, after it was sent unrounded inside its own"));
   }
-  must_precede(source.made_by, round);
+  if (source.made_by >= 0) {
+    int& before = kernels_[source.made_by].before;
+    if (before < 0 || round < before) before = round;
+  }
   return {Transfer::Kind::send, step.peer, const_cast<void*>(source.data),  // a send only reads
           static_cast<size_t>(bytes_of(chunk, exact))};
 }
 
-Transfer Compiler::receive_part(const Step& step, int round) {
+Transfer Program::Compiler::receive_part(const Step& step, int round) {
   Chunk& chunk = chunks_[step.chunk];
   if (chunk.closed) {
     refuse(fmt::format("adds to chunk {} in round {}, after its partial sum was sent", step.chunk, round));
   }
   const bool exact = is_exact(step);
-  const bool part = part_scale_ != 1.0f && first_sums_.sends_a_part(step.peer, step.chunk, round);
-  const Input input{.from = step.peer, .scale = part ? part_scale_ : 1.0f, .slot = take_slot()};
+  const bool part = part_scale_ != 1.0f && sends_a_part(step.peer, step.chunk, round);
+  Input input{.from = step.peer, .scale = part ? part_scale_ : 1.0f, .slot = 0};
+  if (free_slots_.empty()) {
+    input.slot = slots_++;
+  } else {
+    input.slot = free_slots_.back();
+    free_slots_.pop_back();
+  }
   (exact ? chunk.exact_inputs : chunk.encoded_inputs).push_back(input);
   chunk.arrived = round;
   return {Transfer::Kind::receive, step.peer, place_of(input), static_cast<size_t>(bytes_of(chunk, exact))};
 }
 
-Transfer Compiler::receive_final(const Step& step, int round) {
+Transfer Program::Compiler::receive_final(const Step& step, int round) {
   Chunk& chunk = chunks_[step.chunk];
   const bool exact = is_exact(step);
   void* const to = exact ? chunk.exact : chunk.encoded;
@@ -265,9 +286,9 @@ Transfer Compiler::receive_final(const Step& step, int round) {
 
 // Emits the kernels that encode a chunk's partial sum for sending or, at an owner that sends nothing, produce
 // the result. Called when the partial sum is complete on this rank.
-void Compiler::close(int c) {
+void Program::Compiler::close(int c) {
   Chunk& chunk = chunks_[c];
-  const Collective collective = plan_.schedule.collective;
+  const Collective collective = program_.schedule_.collective;
   if ((collective == Collective::all_gather || collective == Collective::broadcast) && !chunk.owned) {
     refuse(fmt::format("sends chunk {} before it was received", c));
   }
@@ -293,7 +314,7 @@ void Compiler::close(int c) {
 }
 
 // Emits the kernel for exact = scale (own part + contributions in FP32). Returns the kernel's index.
-int Compiler::add_exact_inputs(Chunk& chunk, float scale, bool feeds_encode) {
+int Program::Compiler::add_exact_inputs(Chunk& chunk, float scale, bool feeds_encode) {
   Reduce args;
   merge(chunk.exact_inputs, chunk, args);
   args.own = chunk.own;
@@ -307,7 +328,7 @@ int Compiler::add_exact_inputs(Chunk& chunk, float scale, bool feeds_encode) {
 
 // Emits the kernel for encoded = own + encoded contributions + residual, and for the owner's result.
 // `own_is_sum`: `own` already includes contributions.
-int Compiler::add_encoded_inputs(Chunk& chunk, const float* own, bool own_is_sum, float scale) {
+int Program::Compiler::add_encoded_inputs(Chunk& chunk, const float* own, bool own_is_sum, float scale) {
   ReduceEncode args;
   merge(chunk.encoded_inputs, chunk, args);
   args.own = own;
@@ -320,23 +341,15 @@ int Compiler::add_encoded_inputs(Chunk& chunk, const float* own, bool own_is_sum
   args.wire = chunk.is_sent_encoded ? chunk.encoded : nullptr;
   args.out = chunk.owned ? chunk.exact : nullptr;
   args.out_scale = scale;
-  args.rounding = plan_.options.rounding;
+  args.rounding = program_.options_.rounding;
   args.rounding.first_element += chunk.range.begin;
   return emit(args, chunk);
-}
-
-// Decodes a received final value.
-void Compiler::produce_final(Chunk& chunk) {
-  const int made_by =
-      emit(Decode{chunk.encoded_source.data, chunk.exact, result_scale_, chunk.range.count(), chunk.residual},
-           chunk);
-  chunk.exact_source = {.data = chunk.exact, .available = true, .made_by = made_by};
 }
 
 // Fills the arguments common to all merging kernels: contributions in rank order, and the position of this
 // rank's part among the contributions. Frees the slots.
 template <typename Args>
-void Compiler::merge(std::vector<Input>& inputs, const Chunk& chunk, Args& args) {
+void Program::Compiler::merge(std::vector<Input>& inputs, const Chunk& chunk, Args& args) {
   if (inputs.size() > kMaxInputs) {
     refuse(
         fmt::format("merges {} contributions at once, at most {} are possible", inputs.size(), kMaxInputs));
@@ -346,7 +359,7 @@ void Compiler::merge(std::vector<Input>& inputs, const Chunk& chunk, Args& args)
     args.input_scales.of[args.num_inputs] = input.scale;
     args.inputs[args.num_inputs++] =
         static_cast<std::remove_reference_t<decltype(args.inputs[0])>>(place_of(input));
-    args.own_position += input.from < plan_.rank() ? 1 : 0;
+    args.own_position += input.from < rank_ ? 1 : 0;
     free_slots_.push_back(input.slot);
   }
   args.count = chunk.range.count();
@@ -355,98 +368,65 @@ void Compiler::merge(std::vector<Input>& inputs, const Chunk& chunk, Args& args)
 
 // Appends a kernel. Returns the kernel's index; -1 for an empty chunk, which needs no kernel.
 template <typename Args>
-int Compiler::emit(const Args& args, const Chunk& chunk) {
+int Program::Compiler::emit(const Args& args, const Chunk& chunk) {
   if (chunk.range.count() == 0) return -1;
-  kernels_.push_back({.kernel = {.work = args, .after = chunk.arrived}});
+  kernels_.push_back({.work = args, .after = chunk.arrived});
   return static_cast<int>(kernels_.size()) - 1;
 }
 
-void Compiler::must_precede(int kernel, int exchange) {
-  if (kernel < 0) return;
-  int& before = kernels_[kernel].before;
-  if (before == EmittedKernel::kNoExchange || exchange < before) before = exchange;
+void Program::Compiler::refuse(const std::string& why) const {
+  throw BadInput("{}: the schedule {}", program_.options_.what, why);
 }
 
-void Compiler::refuse(const std::string& why) const {
-  throw BadInput("{}: the schedule {}", plan_.options.what, why);
-}
-
-}  // namespace
-
-CompiledProgram compile(const ProgramPlan& plan, const ProgramMemory& memory) {
-  return Compiler(plan, memory).compile();
-}
-
-namespace {
-
-// Returns whether one transfer writes memory that the other reads or writes.
-bool collide(const Transfer& a, const Transfer& b) {
-  if (a.kind == Transfer::Kind::send && b.kind == Transfer::Kind::send) return false;
-  const auto begin = [](const Transfer& t) { return reinterpret_cast<uintptr_t>(t.data); };
-  return begin(a) < begin(b) + b.bytes && begin(b) < begin(a) + a.bytes;
-}
-
-bool collide(const Exchange& a, const Exchange& b) {
-  return std::ranges::any_of(a.transfers, [&](const Transfer& x) {
-    return std::ranges::any_of(b.transfers, [&](const Transfer& y) { return collide(x, y); });
-  });
-}
-
-int64_t total_bytes(const std::vector<Transfer>& transfers, Transfer::Kind kind) {
-  int64_t bytes = 0;
-  for (const Transfer& t : transfers) bytes += t.kind == kind ? static_cast<int64_t>(t.bytes) : 0;
-  return bytes;
-}
-
-}  // namespace
-
-int64_t Exchange::bytes_sent() const {
-  return total_bytes(transfers, Transfer::Kind::send);
-}
-int64_t Exchange::bytes_received() const {
-  return total_bytes(transfers, Transfer::Kind::receive);
-}
-
-void Kernel::launch(const Stream& stream, Wire wire) const {
-  if (const auto* encode = std::get_if<ReduceEncode>(&work)) {
-    wire->reduce_encode(stream, *encode);
-  } else if (const auto* decode = std::get_if<Decode>(&work)) {
-    wire->decode(stream, *decode);
-  } else {
-    fp32_reduce(stream, std::get<Reduce>(work));
+// Returns the operations in an order for streams that execute operations one after another. Kernels that the
+// next exchange depends on precede kernels that can wait. A kernel that depends on exchange k follows kernels
+// that do not depend on exchange k, so that the kernel runs while exchange k + 1 is in flight. Every kernel
+// that closes a chunk for exchange k precedes exchange k even without another dependency, because the
+// exchange may receive into a slot that the kernel reads.
+std::vector<Program::Operation> Program::Compiler::put_in_order() {
+  for (size_t i = kernels_.size(); i-- > 0;) {
+    if (kernels_[i].feeds_next) kernels_[i].before = kernels_[i + 1].before;
   }
-}
-
-// Puts operations in order. Every kernel that closes a chunk for exchange k precedes exchange k even without
-// another dependency, because the exchange may receive into a slot that the kernel reads.
-std::vector<Operation> put_in_order(std::vector<EmittedKernel> kernels, std::vector<Exchange> exchanges) {
-  for (size_t i = kernels.size(); i-- > 0;) {
-    if (kernels[i].feeds_next) kernels[i].before = kernels[i + 1].before;
+  // An exchange must not begin before the previous one has ended if one writes memory that the other uses.
+  const auto collide = [](const Transfer& a, const Transfer& b) {
+    if (a.kind == Transfer::Kind::send && b.kind == Transfer::Kind::send) return false;
+    const auto begin = [](const Transfer& t) { return reinterpret_cast<uintptr_t>(t.data); };
+    return begin(a) < begin(b) + b.bytes && begin(b) < begin(a) + a.bytes;
+  };
+  for (size_t k = 1; k < exchanges_.size(); ++k) {
+    exchanges_[k].early = std::ranges::none_of(exchanges_[k - 1].transfers, [&](const Transfer& x) {
+      return std::ranges::any_of(exchanges_[k].transfers, [&](const Transfer& y) { return collide(x, y); });
+    });
   }
-  for (size_t k = 1; k < exchanges.size(); ++k) exchanges[k].early = !collide(exchanges[k - 1], exchanges[k]);
   std::vector<Operation> operations;
   // [exchange]: the position of the last kernel that the exchange depends on; -1: none.
-  std::vector<int> last_for(exchanges.size(), -1);
+  std::vector<int> last_for(exchanges_.size(), -1);
   // Moves the chosen kernels to the operations.
-  const auto emit = [&](auto chosen) {
-    std::erase_if(kernels, [&](const EmittedKernel& kernel) {
+  const auto move_kernels = [&](auto chosen) {
+    std::erase_if(kernels_, [&](const Kernel& kernel) {
       if (!chosen(kernel)) return false;
       if (kernel.before >= 0) last_for[kernel.before] = static_cast<int>(operations.size());
-      operations.emplace_back(kernel.kernel);
+      operations.emplace_back(kernel);
       return true;
     });
   };
-  for (int k = 0; k < static_cast<int>(exchanges.size()); ++k) {
-    const auto can_run_during = [k](const EmittedKernel& e) { return e.kernel.after < k; };
-    emit([&](const EmittedKernel& e) { return e.before == k; });
+  for (int k = 0; k < static_cast<int>(exchanges_.size()); ++k) {
+    const auto can_run_during = [k](const Kernel& e) { return e.after < k; };
+    move_kernels([&](const Kernel& e) { return e.before == k; });
     if (last_for[k] >= 0) std::get<Kernel>(operations[last_for[k]]).needed = true;
-    operations.emplace_back(std::move(exchanges[k]));
+    operations.emplace_back(std::move(exchanges_[k]));
     // While this exchange is in flight, run kernels that do not depend on it.
-    emit([&](const EmittedKernel& e) { return e.before == k + 1 && can_run_during(e); });
-    emit([&](const EmittedKernel& e) { return e.before != k + 1 && can_run_during(e); });
+    move_kernels([&](const Kernel& e) { return e.before == k + 1 && can_run_during(e); });
+    move_kernels([&](const Kernel& e) { return e.before != k + 1 && can_run_during(e); });
   }
-  emit([](const EmittedKernel&) { return true; });
+  move_kernels([](const Kernel&) { return true; });
   return operations;
+}
+
+size_t Program::compile(uintptr_t workspace) {
+  size_t bytes = 0;
+  operations_ = Compiler(*this, workspace).compile(&bytes);
+  return bytes;
 }
 
 }  // namespace gradwire

@@ -4,24 +4,106 @@
 #include <bit>
 #include <utility>
 
-#include "collectives/program/executor.h"
 #include "kernels/wire/floats.h"
 #include "runtime/util/error.h"
 #include "runtime/util/hash.h"
 
 namespace gradwire {
+namespace {
+
+// At most this many spans per run in a trace; with more exchanges, a span covers a group of them.
+constexpr int kMostSpans = 64;
+
+// Returns whether the transport's own allreduce carries out the schedule.
+bool library_serves(Transport& transport, const Schedule& schedule, const Program::Options& options) {
+  if (schedule.kind != ScheduleKind::nccl || transport.world() == 1) return false;
+  if (!options.wire->exact) {
+    throw BadInput("{}: schedule=nccl adds FP32, not {}; use wire format fp32, or another schedule",
+                   options.what, options.wire->name);
+  }
+  if (const std::string obstacle = transport.allreduce_obstacle(); !obstacle.empty())
+    throw BadInput("{}: schedule=nccl: {}", options.what, obstacle);
+  return true;
+}
+
+}  // namespace
 
 Program::Program(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers,
                  Options options)
-    : plan_(std::make_unique<const ProgramPlan>(transport, schedule, buffers, std::move(options))),
+    : transport_(transport),
+      options_(std::move(options)),
       buffers_(buffers),
-      executor_(std::make_unique<ProgramExecutor>(*plan_, memory(nullptr))),
-      workspace_bytes_(wide_bytes_ + executor_->workspace_bytes()) {}
+      uses_library_(library_serves(transport, schedule, options_)),
+      slices_(options_.transfers && !uses_library_
+                  ? slices_for(schedule, buffers.count, options_.wire, options_.slice_bytes, buffers.shards)
+                  : 1),
+      overlapped_(options_.transfers && (slices_ > 1 || options_.beside_others)),
+      schedule_(slices_ > 1 ? pipelined(schedule, slices_) : schedule),
+      ranges_(chunk_ranges(schedule_, buffers.count, buffers.shards, options_.wire->granularity)),
+      call_(describe()) {
+  if (schedule.world != transport.world()) {
+    throw BadInput("{}: a schedule for {} ranks on a transport of {}", options_.what, schedule.world,
+                   transport.world());
+  }
+  if (options_.wire->registered && transport.device().is_cuda()) {
+    throw BadInput(
+        "{}: wire format '{}' was registered with callbacks for the host, and the "
+        "communicator is on {}",
+        options_.what, options_.wire->name, transport.device().name());
+  }
+  const int64_t count = buffers.count;
+  const int64_t owned =
+      elements_owned(schedule_, transport.rank(), count, options_.wire->granularity, buffers.shards);
+  const Collective collective = schedule.collective;
+  elements_in_ = collective == Collective::all_gather || collective == Collective::broadcast ? owned : count;
+  elements_out_ = collective == Collective::reduce_scatter ? owned : count;
+  place(0);
+  info_ = {.part = options_.part, .schedule = name(schedule.kind), .slices = slices_};
+  if (uses_library_) info_.bytes_sent = 4 * elements_sent(schedule_, transport.rank(), count);
+  for (const Operation& operation : operations_) {
+    const auto* exchange = std::get_if<Exchange>(&operation);
+    if (exchange == nullptr) continue;
+    ++info_.exchanges;
+    info_.bytes_sent += exchange->bytes(Transfer::Kind::send);
+  }
+  exchanges_per_span_ = (info_.exchanges + kMostSpans - 1) / kMostSpans;
+  if (!overlapped_) return;
+  begun_ = Event::create(transport.device());
+  ordered_ = Event::create(transport.device());
+  for (int k = 0; k < info_.exchanges; ++k) exchange_done_.push_back(Event::create(transport.device()));
+}
 
-Program::~Program() = default;
-
-const ProgramInfo& Program::info() const {
-  return executor_->info();
+Call Program::describe() const {
+  uint64_t hash = mix(1 + static_cast<uint64_t>(schedule_.collective), static_cast<uint64_t>(buffers_.count));
+  hash = mix(hash, static_cast<uint64_t>(options_.rounding.mode));
+  hash = mix(hash, std::bit_cast<uint32_t>(options_.scale));
+  hash = mix(hash, (options_.fp32_intra_node ? 1 : 0) + 2 * static_cast<uint64_t>(buffers_.dtype));
+  hash = mix(hash, static_cast<uint64_t>(options_.wire->bytes(buffers_.count)));
+  hash = mix(hash, static_cast<uint64_t>(options_.wire->granularity));
+  for (char c : std::string(options_.wire->name) + "\n" + options_.what + "\n" + options_.spec) {
+    hash = mix(hash, static_cast<uint64_t>(c));
+  }
+  hash = mix(hash, static_cast<uint64_t>(schedule_.chunks) * 16 + static_cast<uint64_t>(schedule_.kind));
+  for (int64_t shard : buffers_.shards) hash = mix(hash, static_cast<uint64_t>(shard));
+  for (int32_t owner : schedule_.owner) hash = mix(hash, static_cast<uint64_t>(owner));
+  for (const auto& rounds : schedule_.rounds) {
+    for (const Round& round : rounds) {
+      hash = mix(hash, round.size());
+      for (const Step& s : round) {
+        hash = mix(hash, static_cast<uint64_t>(s.chunk) << 32 | static_cast<uint64_t>(s.peer) << 8 |
+                             static_cast<uint64_t>(s.kind) << 1 | static_cast<uint64_t>(s.intra_node));
+      }
+    }
+  }
+  const char* const values = buffers_.dtype == DType::f32    ? "floats"
+                             : buffers_.dtype == DType::bf16 ? "BF16 values"
+                                                             : "FP16 values";
+  const std::string wire = options_.wire->name;
+  const std::string spec = options_.spec.empty() || options_.spec == wire ? "" : ", " + options_.spec;
+  return {hash,
+          fmt::format("{} of {} ({} {}, {}, {}{})", name(schedule_.collective), options_.what, buffers_.count,
+                      values, options_.wire->registered ? options_.wire->identity() : wire,
+                      name(schedule_.kind), spec)};
 }
 
 int Program::slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes,
@@ -30,7 +112,7 @@ int Program::slices_for(const Schedule& schedule, int64_t count, Wire wire, int6
   int64_t largest = (count + schedule.chunks - 1) / schedule.chunks;
   if (!shards.empty()) {
     largest = 0;
-    for (ChunkRange range : chunk_ranges(schedule, count, shards, wire->granularity)) {
+    for (ElementRange range : chunk_ranges(schedule, count, shards, wire->granularity)) {
       largest = std::max(largest, range.count());
     }
   }
@@ -38,52 +120,196 @@ int Program::slices_for(const Schedule& schedule, int64_t count, Wire wire, int6
   return static_cast<int>(std::clamp<int64_t>((bytes + slice_bytes - 1) / slice_bytes, 1, kMostSlices));
 }
 
+int64_t Program::Exchange::bytes(Transfer::Kind kind) const {
+  int64_t bytes = 0;
+  for (const Transfer& t : transfers) bytes += t.kind == kind ? static_cast<int64_t>(t.bytes) : 0;
+  return bytes;
+}
+
 void Program::bind(void* workspace) {
-  workspace_ = static_cast<std::byte*>(workspace);
+  workspace_ = reinterpret_cast<uintptr_t>(workspace);
   bound_ = true;
-  bind_executor();
+  place(workspace_);
 }
 
 void Program::rebind(const void* in, void* out) {
   buffers_.in = in;
   buffers_.out = out;
-  bind_executor();
+  if (bound_) place(workspace_);
 }
 
 void Program::rebind_residual(float* residual) {
   buffers_.residual = residual;
-  bind_executor();
+  if (bound_) place(workspace_);
 }
 
-void Program::bind_executor() {
-  if (bound_) executor_->bind(memory(workspace_));
-}
-
-// Returns the program's memory. Places the widened buffers at the beginning of the workspace.
-ProgramMemory Program::memory(std::byte* workspace) {
-  const auto begin = reinterpret_cast<uintptr_t>(workspace);
-  wide_bytes_ = 0;
+// The widened buffers are at the beginning of the workspace.
+void Program::place(uintptr_t workspace) {
+  uintptr_t at = workspace;
+  in_ = static_cast<const float*>(buffers_.in);
+  out_ = static_cast<float*>(buffers_.out);
   if (widens()) {
-    auto wide = [&](int64_t elements) {
-      auto* place = reinterpret_cast<float*>(begin + wide_bytes_);
-      wide_bytes_ += (static_cast<size_t>(elements) * sizeof(float) + 255) / 256 * 256;
+    const auto wide = [&](int64_t elements) {
+      auto* const place = reinterpret_cast<float*>(at);
+      at += (static_cast<size_t>(elements) * sizeof(float) + 255) / 256 * 256;
       return place;
     };
-    wide_in_ = wide(plan_->elements_in());
-    const bool in_place = plan_->schedule.collective == Collective::allreduce;
-    wide_out_ = in_place ? wide_in_ : wide(plan_->elements_out());
+    in_ = wide_in_ = wide(elements_in_);
+    out_ = schedule_.collective == Collective::allreduce ? wide_in_ : wide(elements_out_);
   }
-  return {.in = widens() ? wide_in_ : static_cast<const float*>(buffers_.in),
-          .out = widens() ? wide_out_ : static_cast<float*>(buffers_.out),
-          .residual = buffers_.residual,
-          .workspace = begin + wide_bytes_};
+  workspace_bytes_ = at - workspace + (uses_library_ ? 0 : compile(at));
 }
 
+// Executes sends and receives overlapped with kernels. Exchanges are posted as early as their data allows,
+// and kernels wait only for the exchanges that the kernels depend on.
+class Program::Run {
+ public:
+  Run(Program& program, const Stream& stream, const Stream& transfers, BucketPhases* phases)
+      : program_(program),
+        transport_(program.transport_),
+        stream_(stream),
+        transfers_(transfers),
+        phases_(phases) {
+    Tracer* const tracer = phases != nullptr ? phases->tracer() : nullptr;
+    if (tracer == nullptr || !tracer->recording()) return;
+    tracer_ = tracer;
+    if (program.labels_.empty()) program.label_spans(phases->bucket());
+  }
+
+  void start(const Exchange& exchange) {
+    if (started_ == 0) enter(Phase::communicate);
+    if (!exchange.early || !transport_.has_early_exchange()) finish_until(started_);
+    if (started_ == finished_) open_span(started_);
+    transport_.begin_exchange(transfers_, exchange.transfers, exchange.label);
+    finish_until(started_++);
+  }
+
+  void launch(const Kernel& kernel) {
+    await(kernel.after);
+    if (started_ == 0) enter(Phase::compress);
+    if (started_ > 0 && awaited_ + 1 == program_.info_.exchanges) enter(Phase::decompress);
+    if (const auto* encode = std::get_if<ReduceEncode>(&kernel.work)) {
+      program_.options_.wire->reduce_encode(stream_, *encode);
+    } else if (const auto* decode = std::get_if<Decode>(&kernel.work)) {
+      program_.options_.wire->decode(stream_, *decode);
+    } else {
+      fp32_reduce(stream_, std::get<Reduce>(kernel.work));
+    }
+    if (kernel.needed) program_.order(stream_, transfers_);
+  }
+
+  void finish() { await(started_ - 1); }
+
+ private:
+  void enter(Phase phase) const {
+    if (phases_ != nullptr) {
+      phases_->enter(stream_, phase, phase == Phase::communicate ? &program_.info_ : nullptr);
+    }
+  }
+
+  // Enqueues the ends of the first `count` exchanges.
+  void finish_until(int count) {
+    for (; finished_ < count; ++finished_) {
+      transport_.end_exchange(transfers_);
+      const int next = finished_ + 1;
+      // Close the span before the event that readers of the span wait for.
+      if (next == program_.info_.exchanges || next % program_.exchanges_per_span_ == 0) span_.reset();
+      if (program_.overlapped_) program_.exchange_done_[finished_].record(transfers_);
+      if (next < started_) open_span(next);
+    }
+  }
+
+  // Makes later kernels wait for this exchange and all earlier exchanges. Does nothing for -1.
+  void await(int exchange) {
+    finish_until(exchange + 1);
+    if (exchange <= awaited_) return;
+    if (program_.overlapped_) stream_.wait(program_.exchange_done_[exchange]);
+    awaited_ = exchange;
+  }
+
+  // Opens a span if the exchange is the first exchange of its group. The exchange must be the oldest exchange
+  // in flight.
+  void open_span(int exchange) {
+    const int group = program_.exchanges_per_span_;
+    if (tracer_ == nullptr || exchange % group != 0) return;
+    span_.emplace(tracer_, transfers_, program_.labels_[static_cast<size_t>(exchange / group)]);
+  }
+
+  Program& program_;
+  Transport& transport_;
+  const Stream &stream_, &transfers_;
+  BucketPhases* const phases_;
+  Tracer* tracer_ = nullptr;        // null: not recording
+  int started_ = 0, finished_ = 0;  // numbers of exchanges
+  int awaited_ = -1;                // the last exchange that `stream` has waited for
+  std::optional<SpanOnStream> span_;
+};
+
+// Kernels run on `stream`. Exchanges run on the stream for transfers, or on `stream` if exchanges do not
+// overlap with kernels.
 void Program::run(const Stream& stream, BucketPhases* phases) {
-  if (!bound_ && workspace_bytes_ > 0) throw Error(plan_->options.what + ": Program::run before bind");
-  if (widens()) widen(stream, buffers_.dtype, buffers_.in, wide_in_, plan_->elements_in());
-  executor_->run(stream, phases);
-  if (widens()) narrow(stream, buffers_.dtype, wide_out_, buffers_.out, plan_->elements_out());
+  if (!bound_ && workspace_bytes_ > 0) throw Error(options_.what + ": Program::run before bind");
+  if (widens()) widen(stream, buffers_.dtype, buffers_.in, wide_in_, elements_in_);
+  const Stream& transfers = overlapped_ ? options_.transfers : stream;
+  if (overlapped_) {
+    begun_.record(stream);
+    transfers.wait(begun_);
+  }
+  transport_.begin_call(transfers, call_);
+  if (uses_library_) {
+    if (phases != nullptr) phases->enter(stream, Phase::communicate, &info_);
+    const bool mean = options_.scale == 1.0f / static_cast<float>(schedule_.world);
+    if (buffers_.count > 0) {
+      transport_.allreduce(transfers, in_, out_, buffers_.count, mean,
+                           static_cast<uint64_t>(info_.bytes_sent), call_.what);
+    }
+    if (buffers_.count > 0 && !mean && options_.scale != 1.0f) {
+      fp32_reduce(transfers, {.own = out_, .out = out_, .scale = options_.scale, .count = buffers_.count});
+    }
+    order(transfers, stream);
+  } else {
+    Run run(*this, stream, transfers, phases);
+    for (const Operation& operation : operations_) {
+      if (const auto* exchange = std::get_if<Exchange>(&operation)) {
+        run.start(*exchange);
+      } else {
+        run.launch(std::get<Kernel>(operation));
+      }
+    }
+    run.finish();
+  }
+  if (widens()) narrow(stream, buffers_.dtype, out_, buffers_.out, elements_out_);
+}
+
+void Program::order(const Stream& earlier, const Stream& later) {
+  if (!overlapped_) return;
+  ordered_.record(earlier);
+  later.wait(ordered_);
+}
+
+void Program::label_spans(int bucket) {
+  int64_t sent = 0, received = 0;
+  int k = 0, first = 0;
+  for (const Operation& operation : operations_) {
+    const auto* exchange = std::get_if<Exchange>(&operation);
+    if (exchange == nullptr) continue;
+    sent += exchange->bytes(Transfer::Kind::send);
+    received += exchange->bytes(Transfer::Kind::receive);
+    ++k;
+    if (k - first < exchanges_per_span_ && k < info_.exchanges) continue;
+    TraceLabel label{.name = fmt::format("exchange {}", bucket),
+                     .category = "exchange",
+                     .details = {{"bucket", int64_t{bucket}},
+                                 {"part", info_.part.empty() ? "all" : info_.part},
+                                 {"exchange", int64_t{first + 1}},
+                                 {"exchanges", int64_t{info_.exchanges}},
+                                 {"sent_bytes", sent},
+                                 {"received_bytes", received}}};
+    if (k > first + 1) label.details.emplace_back("to_exchange", int64_t{k});
+    labels_.push_back(std::make_shared<const TraceLabel>(std::move(label)));
+    first = k;
+    sent = received = 0;
+  }
 }
 
 namespace {
@@ -108,7 +334,7 @@ void BucketPhases::begin(const Stream& stream) {
   stream_ = stream;
   used_ = 0;
   entered_ = false;
-  if (!options_.timing) return;
+  if (!timing_) return;
   Segment& first = next(stream);
   first.phase = Phase::compress;
   first.allreduce = nullptr;
@@ -116,7 +342,7 @@ void BucketPhases::begin(const Stream& stream) {
 
 void BucketPhases::enter(const Stream& stream, Phase phase, const ProgramInfo* allreduce) {
   if (!stream_ || !(stream == stream_)) return;
-  if (options_.timing) {
+  if (timing_) {
     Segment* current = &segments_[used_ - 1];
     if (entered_ && current->phase == phase && current->allreduce == allreduce) return;
     if (entered_) current = &next(stream);  // otherwise nothing has been enqueued since begin()
@@ -125,12 +351,12 @@ void BucketPhases::enter(const Stream& stream, Phase phase, const ProgramInfo* a
   }
   entered_ = true;
   range_.reset();  // end the previous range before the next begins
-  range_.emplace(activity(phase), options_.bucket);
+  range_.emplace(activity(phase), bucket_);
 }
 
 void BucketPhases::end() {
   range_.reset();
-  if (options_.timing) next(stream_);
+  if (timing_) next(stream_);
   stream_ = {};
 }
 
@@ -153,8 +379,7 @@ void BucketPhases::trace(Tracer& tracer, const std::string& row, int64_t step,
   for (size_t i = 0; i + 1 < used_; ++i) {
     const Segment& segment = segments_[i];
     const char* phase = name(activity(segment.phase));
-    TraceLabel label{
-        .name = fmt::format("{} {}", phase, options_.bucket), .category = phase, .details = details};
+    TraceLabel label{.name = fmt::format("{} {}", phase, bucket_), .category = phase, .details = details};
     if (const ProgramInfo* allreduce = segment.allreduce) {
       if (!allreduce->part.empty()) label.details.emplace_back("part", allreduce->part);
       label.details.emplace_back("schedule", allreduce->schedule);
@@ -165,93 +390,6 @@ void BucketPhases::trace(Tracer& tracer, const std::string& row, int64_t step,
     tracer.add(row, std::make_shared<const TraceLabel>(std::move(label)), step, segment.begin,
                segments_[i + 1].begin);
   }
-}
-
-namespace {
-
-// Returns whether the transport's own allreduce carries out the schedule.
-bool library_serves(Transport& transport, const Schedule& schedule, const Program::Options& options) {
-  if (schedule.kind != ScheduleKind::nccl || transport.world() == 1) return false;
-  if (!options.wire->exact) {
-    throw BadInput("{}: schedule=nccl adds FP32, not {}; use wire format fp32, or another schedule",
-                   options.what, options.wire->name);
-  }
-  if (const std::string obstacle = transport.allreduce_obstacle(); !obstacle.empty())
-    throw BadInput("{}: schedule=nccl: {}", options.what, obstacle);
-  return true;
-}
-
-const char* plural_of(DType dtype) {
-  return dtype == DType::f32 ? "floats" : dtype == DType::bf16 ? "BF16 values" : "FP16 values";
-}
-
-}  // namespace
-
-ProgramPlan::ProgramPlan(Transport& t, const Schedule& s, const ProgramBuffers& buffers, Program::Options o)
-    : transport(t),
-      options(std::move(o)),
-      count(buffers.count),
-      dtype(buffers.dtype),
-      shards(buffers.shards),
-      uses_library(library_serves(t, s, options)),
-      slices(options.transfers && !uses_library
-                 ? Program::slices_for(s, count, options.wire, options.slice_bytes, shards)
-                 : 1),
-      overlapped(options.transfers && (slices > 1 || options.beside_others)),
-      schedule(slices > 1 ? pipelined(s, slices) : s),
-      ranges(chunk_ranges(schedule, count, shards, options.wire->granularity)),
-      call(describe()) {
-  if (schedule.world != transport.world()) {
-    throw BadInput("{}: a schedule for {} ranks on a transport of {}", options.what, schedule.world,
-                   transport.world());
-  }
-  if (options.wire->registered && transport.device().is_cuda()) {
-    throw BadInput(
-        "{}: wire format '{}' was registered with callbacks for the host, and the "
-        "communicator is on {}",
-        options.what, options.wire->name, transport.device().name());
-  }
-}
-
-int64_t ProgramPlan::elements_in() const {
-  const bool from_owners =
-      schedule.collective == Collective::all_gather || schedule.collective == Collective::broadcast;
-  return from_owners ? elements_owned(schedule, rank(), count, options.wire->granularity, shards) : count;
-}
-
-int64_t ProgramPlan::elements_out() const {
-  return schedule.collective == Collective::reduce_scatter
-             ? elements_owned(schedule, rank(), count, options.wire->granularity, shards)
-             : count;
-}
-
-Call ProgramPlan::describe() const {
-  uint64_t hash = mix(1 + static_cast<uint64_t>(schedule.collective), static_cast<uint64_t>(count));
-  hash = mix(hash, static_cast<uint64_t>(options.rounding.mode));
-  hash = mix(hash, std::bit_cast<uint32_t>(options.scale));
-  hash = mix(hash, (options.fp32_intra_node ? 1 : 0) + 2 * static_cast<uint64_t>(dtype));
-  hash = mix(hash, static_cast<uint64_t>(options.wire->bytes(count)));
-  hash = mix(hash, static_cast<uint64_t>(options.wire->granularity));
-  for (char c : std::string(options.wire->name) + "\n" + options.what + "\n" + options.spec) {
-    hash = mix(hash, static_cast<uint64_t>(c));
-  }
-  hash = mix(hash, static_cast<uint64_t>(schedule.chunks) * 16 + static_cast<uint64_t>(schedule.kind));
-  for (int64_t shard : shards) hash = mix(hash, static_cast<uint64_t>(shard));
-  for (int32_t owner : schedule.owner) hash = mix(hash, static_cast<uint64_t>(owner));
-  for (const auto& rounds : schedule.rounds) {
-    for (const Round& round : rounds) {
-      hash = mix(hash, round.size());
-      for (const Step& s : round) {
-        hash = mix(hash, static_cast<uint64_t>(s.chunk) << 32 | static_cast<uint64_t>(s.peer) << 8 |
-                             static_cast<uint64_t>(s.kind) << 1 | static_cast<uint64_t>(s.intra_node));
-      }
-    }
-  }
-  const std::string wire = options.wire->name;
-  const std::string spec = options.spec.empty() || options.spec == wire ? "" : ", " + options.spec;
-  return {hash, fmt::format("{} of {} ({} {}, {}, {}{})", name(schedule.collective), options.what, count,
-                            plural_of(dtype), options.wire->registered ? options.wire->identity() : wire,
-                            name(schedule.kind), spec)};
 }
 
 }  // namespace gradwire

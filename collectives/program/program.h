@@ -34,7 +34,6 @@
 // and transport.
 #pragma once
 
-#include <climits>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -44,10 +43,12 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "collectives/schedule/schedule.h"
 #include "collectives/transport/transport.h"
+#include "kernels/wire/floats.h"
 #include "kernels/wire/format.h"
 #include "runtime/device/device.h"
 #include "runtime/device/nvtx.h"
@@ -76,21 +77,17 @@ struct ProgramInfo {
 // One bucket's marks in one step. The times must be read before a later step reuses the object.
 class BucketPhases {
  public:
-  struct Options {
-    int bucket = 0;
-    bool timing = false;       // off: no marks, only profiler ranges
-    Tracer* tracer = nullptr;  // receives each exchange
-  };
-  BucketPhases() : BucketPhases(Options{}) {}
-  explicit BucketPhases(Options options) : options_(options) {}
+  // Without `timing` there are no marks, only profiler ranges. `tracer` receives each exchange.
+  explicit BucketPhases(int bucket = 0, bool timing = false, Tracer* tracer = nullptr)
+      : bucket_(bucket), timing_(timing), tracer_(tracer) {}
 
   void begin(const Stream& stream);
   // Assigns later work on `stream` to `phase`. Ignored for streams other than begin()'s.
   void enter(const Stream& stream, Phase phase, const ProgramInfo* allreduce = nullptr);
   void end();
 
-  Tracer* tracer() const { return options_.tracer; }
-  int bucket() const { return options_.bucket; }
+  Tracer* tracer() const { return tracer_; }
+  int bucket() const { return bucket_; }
 
   // Returns when this bucket began and ended, in ms since the beginning of `first`. This function and the
   // functions below are valid only once the marks are done.
@@ -109,7 +106,9 @@ class BucketPhases {
   };
   Segment& next(const Stream& stream);
 
-  Options options_;
+  const int bucket_;
+  const bool timing_;
+  Tracer* const tracer_;
   Stream stream_;
   // The first used_ segments belong to this step; the last of them only marks the end.
   std::vector<Segment> segments_;
@@ -117,10 +116,6 @@ class BucketPhases {
   bool entered_ = false;
   std::optional<NvtxRange> range_;
 };
-
-struct ProgramMemory;
-struct ProgramPlan;
-class ProgramExecutor;
 
 // The default size of a slice in bytes. Measured with a bucket of 25 MB and 4 ranks on 2 cores. With links
 // simulated at 10 Gb/s and 50 us, a BF16 two-shot takes 31.8 ms unsliced, 28.4 ms in slices of 2 MiB, 28.3 ms
@@ -179,10 +174,10 @@ class Program {
                         const Shards& shards = {});
 
   // Plans the program. Allocates no memory: the caller passes a workspace of workspace_bytes() bytes to
-  // bind() before the first run.
+  // bind() before the first run. Throws BadInput if the schedule, the format and the transport do not fit
+  // together.
   Program(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers, Options options);
   Program(const Program&) = delete;
-  ~Program();
 
   size_t workspace_bytes() const { return workspace_bytes_; }
   // Sets the workspace, which is on the transport's device and aligned to 256 bytes. Programs of one stream
@@ -199,60 +194,63 @@ class Program {
   void run(const Stream& stream, BucketPhases* phases = nullptr);
 
   const ProgramBuffers& buffers() const { return buffers_; }
-  const ProgramInfo& info() const;
+  const ProgramInfo& info() const { return info_; }
 
  private:
+  struct Exchange {
+    std::vector<Transfer> transfers;
+    ExchangeLabel label;
+    bool early = false;  // may start before the previous exchange has finished
+
+    int64_t bytes(Transfer::Kind kind) const;
+  };
+  struct Kernel {
+    std::variant<ReduceEncode, Decode, Reduce> work;
+    int after = -1;           // the exchange that the kernel depends on, counted from 0; -1: none
+    int before = -1;          // the exchange that depends on the kernel; -1: none
+    bool feeds_next = false;  // the next kernel depends on this kernel
+    bool needed = false;      // the next exchange depends on this kernel and on the earlier ones
+  };
+  using Operation = std::variant<Exchange, Kernel>;
+  class Compiler;  // compiler.cpp
+  class Run;       // one run: its streams, and the numbers of exchanges started and finished
+
   bool widens() const { return buffers_.dtype != DType::f32; }
-  ProgramMemory memory(std::byte* workspace);
-  void bind_executor();
-
-  const std::unique_ptr<const ProgramPlan> plan_;
-  ProgramBuffers buffers_;
-  // Copies of 16-bit buffers, widened to FP32, in the workspace; null: the buffers are FP32.
-  float *wide_in_ = nullptr, *wide_out_ = nullptr;
-  size_t wide_bytes_ = 0;
-  const std::unique_ptr<ProgramExecutor> executor_;
-  const size_t workspace_bytes_;
-  std::byte* workspace_ = nullptr;
-  bool bound_ = false;
-};
-
-// A program's plan: its work apart from addresses. Internal to collectives/program.
-
-// Immutable. The members are initialized in this order.
-struct ProgramPlan {
-  // Plans the program. Throws BadInput if the schedule, the format and the transport do not fit together.
-  ProgramPlan(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers,
-              Program::Options options);
-
-  int rank() const { return transport.rank(); }
-  // Sizes of the program's buffers, in elements.
-  int64_t elements_in() const;
-  int64_t elements_out() const;
-  // Returns a text such as "allreduce of bucket 1 of 2 (4096 floats, ...)" and a hash of all properties that
-  // ranks must agree on.
   Call describe() const;
+  // Chooses the FP32 memory and compiles the operations for a workspace at this address. Address 0 serves to
+  // measure the workspace.
+  void place(uintptr_t workspace);
+  // Compiles the operations. Returns the size of the workspace. Throws BadInput if the schedule cannot be
+  // carried out in this format.
+  size_t compile(uintptr_t workspace);
+  void label_spans(int bucket);
+  // Makes `later` wait for all work enqueued so far on `earlier`.
+  void order(const Stream& earlier, const Stream& later);
 
-  Transport& transport;
-  const Program::Options options;
-  const int64_t count;
-  const DType dtype;
-  const Shards shards;
-  const bool uses_library;  // the transport's own allreduce carries out the schedule
-  const int slices;
-  const bool overlapped;  // exchanges run on a separate stream
-  const Schedule schedule;
-  const std::vector<ChunkRange> ranges;  // [chunk]
-  const Call call;
-};
+  // The plan: the members are initialized in this order.
+  Transport& transport_;
+  const Options options_;
+  ProgramBuffers buffers_;
+  const bool uses_library_;  // the transport's own allreduce carries out the schedule
+  const int slices_;
+  const bool overlapped_;  // exchanges run on a separate stream
+  const Schedule schedule_;
+  const std::vector<ElementRange> ranges_;  // [chunk]
+  const Call call_;  // e.g. "allreduce of bucket 1 of 2 (4096 floats, ...)", and what ranks must agree on
 
-// FP32 memory of a program, and its workspace. The workspace's address is an integer because the pass that
-// measures the workspace's size begins at address 0.
-struct ProgramMemory {
-  const float* in = nullptr;
-  float* out = nullptr;
-  float* residual = nullptr;
-  uintptr_t workspace = 0;
+  // FP32 memory: the caller's buffers, or copies of 16-bit buffers in the workspace.
+  const float* in_ = nullptr;
+  float *out_ = nullptr, *wide_in_ = nullptr;
+  int64_t elements_in_ = 0, elements_out_ = 0;  // sizes of the buffers
+  bool bound_ = false;
+  uintptr_t workspace_ = 0;
+  size_t workspace_bytes_ = 0;
+  std::vector<Operation> operations_;  // empty if the transport's own allreduce carries out the schedule
+  ProgramInfo info_;
+  int exchanges_per_span_ = 1;         // a span of a trace
+  Event begun_, ordered_;              // if overlapped
+  std::vector<Event> exchange_done_;   // [exchange], if overlapped
+  std::vector<TraceLabelPtr> labels_;  // [span]; created when first traced
 };
 
 // Caches programs by buffer, for callers that pass memory with each call (the C ABI's gw_allreduce, the NCCL
@@ -308,37 +306,6 @@ class ProgramCache {
   Buffer workspace_;
   std::list<Entry> entries_;
   std::map<Key, typename std::list<Entry>::iterator> places_;
-};
-
-// Determines the round in which each rank first adds to a chunk. In earlier rounds the rank sends only its
-// part, not a sum of parts. Internal to collectives/program.
-
-class FirstSums {
- public:
-  explicit FirstSums(const Schedule& schedule)
-      : schedule_(schedule), first_(static_cast<size_t>(schedule.world)) {}
-
-  // Returns whether `rank` sends only its own part of the chunk in this round.
-  bool sends_a_part(int rank, int chunk, int round) {
-    std::vector<int>& first = first_[static_cast<size_t>(rank)];
-    if (first.empty()) first = first_sums(rank);
-    return first[static_cast<size_t>(chunk)] >= round;
-  }
-
- private:
-  std::vector<int> first_sums(int rank) const {
-    std::vector<int> first(static_cast<size_t>(schedule_.chunks), INT_MAX);
-    const auto& rounds = schedule_.rounds[static_cast<size_t>(rank)];
-    for (int k = static_cast<int>(rounds.size()); k-- > 0;) {
-      for (const Step& step : rounds[static_cast<size_t>(k)]) {
-        if (step.kind == Step::Kind::recv_reduce) first[static_cast<size_t>(step.chunk)] = k;
-      }
-    }
-    return first;
-  }
-
-  const Schedule& schedule_;
-  std::vector<std::vector<int>> first_;  // [rank][chunk]: a round; empty until requested
 };
 
 }  // namespace gradwire

@@ -33,22 +33,22 @@ GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t align
   return layout;
 }
 
-BucketContext bucket_context(const CodecSetup& setup, const std::vector<GradientTensor>& tensors,
-                             const GradientLayout& layout, const BucketRange& bucket, std::string name) {
+BucketContext bucket_context(Communicator& comm, const CompressionSpec& spec, const Stream& stream,
+                             const std::vector<GradientTensor>& tensors, const GradientLayout& layout,
+                             const BucketRange& bucket, float* gradients, std::string name) {
   BucketContext context;
-  context.transport = &setup.comm.transport();
-  context.spec = setup.spec;
-  context.stream = setup.stream;
+  context.transport = &comm.transport();
+  context.spec = spec;
+  context.stream = stream;
   for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
     const auto [rows, cols] = matrix_of(tensors[i]);
     context.tensors.push_back({tensors[i].name, rows, cols, layout.offsets[i] - bucket.begin, i});
   }
-  context.gradients = setup.gradients == nullptr ? nullptr : setup.gradients + bucket.begin;
+  context.gradients = gradients == nullptr ? nullptr : gradients + bucket.begin;
   context.elements = bucket.elements();
   context.first_element = bucket.begin;
-  context.scale = setup.average ? 1.0f / static_cast<float>(setup.comm.world()) : 1.0f;
-  context.rounding_seed = setup.seed * 0x9e3779b97f4a7c15ull + static_cast<uint64_t>(setup.comm.rank()) + 1;
-  context.step = setup.step;
+  context.scale = 1.0f / static_cast<float>(comm.world());
+  context.rounding_seed = static_cast<uint64_t>(comm.rank()) + 1;
   context.name = std::move(name);
   return context;
 }

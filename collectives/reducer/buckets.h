@@ -38,13 +38,6 @@ struct BucketRange {
   int tensors() const { return last_tensor - first_tensor; }
 };
 
-// Elements [begin, end) of a flat buffer.
-struct ElementRange {
-  int64_t begin = 0, end = 0;
-  int64_t count() const { return end - begin; }
-  bool operator==(const ElementRange&) const = default;
-};
-
 struct GradientLayout {
   std::vector<int64_t> offsets;  // offset of each tensor, in elements
   int64_t elements = 0;          // number of elements, including gaps
@@ -58,19 +51,10 @@ inline constexpr int64_t kOneBucket = std::numeric_limits<int64_t>::max();
 // negative extent.
 GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes);
 
-// Parameters common to all codecs of a reducer.
-struct CodecSetup {
-  Communicator& comm;
-  const CompressionSpec& spec;
-  Stream stream;                   // for set-up work
-  const uint64_t* step = nullptr;  // steps done so far, in device memory
-  float* gradients = nullptr;      // the flat buffer; null: see BucketContext::gradients
-  bool average = true;
-  uint64_t seed = 0;
-};
-
-// Returns a bucket's context for make_codec(). The caller adds schedule or planner, transfers and slices.
-BucketContext bucket_context(const CodecSetup& setup, const std::vector<GradientTensor>& tensors,
-                             const GradientLayout& layout, const BucketRange& bucket, std::string name);
+// Returns the context of a bucket of a flat buffer at `gradients` (null: see BucketContext::gradients), for
+// the mean over the ranks. The caller adds the step, schedule or planner, transfers and slices.
+BucketContext bucket_context(Communicator& comm, const CompressionSpec& spec, const Stream& stream,
+                             const std::vector<GradientTensor>& tensors, const GradientLayout& layout,
+                             const BucketRange& bucket, float* gradients, std::string name);
 
 }  // namespace gradwire

@@ -6,23 +6,17 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <limits>
 
 #include "collectives/reducer/reducer.h"
 #include "collectives/reducer/report.h"
 #include "kernels/math/small_float.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {
 
 constexpr int kRepetitions = 3;
-
-double milliseconds(const std::function<void()>& work) {
-  const auto begin = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
-}
 
 // Gradients one after another in device memory.
 class Copies {
@@ -35,13 +29,13 @@ class Copies {
       end += (bytes(tensor) + kAlignment - 1) / kAlignment * kAlignment;
     }
     memory_ = make_buffer<std::byte>(device, end);
-    for (int64_t offset : offsets_) addresses_.push_back(memory_.as<std::byte>() + offset);
+    for (int64_t offset : offsets_) addresses.push_back(memory_.as<std::byte>() + offset);
   }
 
-  const std::vector<void*>& addresses() const { return addresses_; }
+  std::vector<void*> addresses;
   void copy_from(const Stream& stream, const std::vector<void*>& gradients) {
     for (size_t i = 0; i < tensors_.size(); ++i) {
-      copy(stream, addresses_[i], gradients[i], static_cast<size_t>(bytes(tensors_[i])));
+      copy(stream, addresses[i], gradients[i], static_cast<size_t>(bytes(tensors_[i])));
     }
   }
   std::vector<std::byte> on_host(const Stream& stream) const {
@@ -67,49 +61,28 @@ class Copies {
 
   const std::vector<GradientTensor>& tensors_;
   std::vector<int64_t> offsets_;
-  std::vector<void*> addresses_;
   Buffer memory_;
 };
 
-// Averages the tensors at these addresses.
-class Averager {
- public:
-  Averager(Communicator& comm, const Stream& stream, const CompressionSpec& spec,
-           const std::vector<GradientTensor>& tensors, const std::vector<void*>& addresses,
-           const ChooseOptions& options)
-      : comm_(comm),
-        reducer_(comm, spec, tensors,
-                 {.name = "choice",
-                  .bucket_bytes = options.bucket_bytes,
-                  .timing = false,
-                  .seed = options.seed,
-                  .alignment = 1,
-                  .own_gradients = false,
-                  .stream = stream}) {
-    reducer_.adopt(addresses);
-  }
-  void run(const Stream& caller) {
-    for (int i = 0; i < reducer_.tensors(); ++i) reducer_.ready(i, caller);
-    reducer_.wait(caller);
-    caller.synchronize();
-    comm_.check();  // a CUDA stream carries no errors
-  }
-  const std::vector<BucketRange>& buckets() const { return reducer_.ranges(); }
+ReducerOptions reducer_options(const Stream& stream, int64_t bucket_bytes, uint64_t seed) {
+  return {.name = "choice",
+          .bucket_bytes = bucket_bytes,
+          .timing = false,
+          .seed = seed,
+          .alignment = 1,
+          .own_gradients = false,
+          .stream = stream};
+}
 
- private:
-  Communicator& comm_;
-  Reducer reducer_;
-};
-
-// Returns the numbers' means over the ranks.
-std::vector<float> averaged(Communicator& comm, const Stream& stream, const Stream& caller,
-                            const std::vector<float>& numbers) {
-  const std::vector<GradientTensor> tensor{{"measurements", {static_cast<int64_t>(numbers.size())}}};
-  Buffer memory = make_buffer<float>(comm.device(), static_cast<int64_t>(numbers.size()));
-  to_device<float>(caller, memory.as<float>(), numbers);
-  Averager averager(comm, stream, {}, tensor, {memory.data()}, {});
-  averager.run(caller);
-  return to_host(caller, memory.as<const float>(), static_cast<int64_t>(numbers.size()));
+// Averages the tensors at the addresses that the reducer has adopted. Returns the milliseconds that this
+// took.
+double average(Communicator& comm, Reducer& reducer, const Stream& caller) {
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, caller);
+  reducer.wait(caller);
+  caller.synchronize();
+  comm.check();  // a CUDA stream carries no errors
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
 }
 
 // Returns the time of an allreduce that backward does not hide. Buckets take time in proportion to their
@@ -150,40 +123,42 @@ std::string choice_obstacle(const CompressionSpec& spec) {
   return "";
 }
 
-SpecChoice choose_spec(Communicator& comm, const Stream& stream, const Stream& caller,
-                       const std::vector<CompressionSpec>& specs, const std::vector<GradientTensor>& tensors,
-                       const std::vector<void*>& gradients, const ChooseOptions& options) {
-  SpecChoice out;
-  out.trials.resize(specs.size());
-  if (comm.world() == 1) return out;
+size_t choose_spec(Communicator& comm, const Stream& stream, const Stream& caller,
+                   const std::vector<CompressionSpec>& specs, const std::vector<GradientTensor>& tensors,
+                   const std::vector<void*>& gradients, const ChooseOptions& options,
+                   std::vector<SpecTrial>& trials) {
+  trials.assign(specs.size(), {});
+  if (comm.world() == 1) return 0;
+  const ReducerOptions how = reducer_options(stream, options.bucket_bytes, options.seed);
   Copies mean(comm.device(), tensors), result(comm.device(), tensors);
   mean.copy_from(caller, gradients);
   std::vector<BucketRange> buckets;
   {
-    Averager exact(comm, stream, {}, tensors, mean.addresses(), options);
-    exact.run(caller);
-    buckets = exact.buckets();
+    Reducer exact(comm, {}, tensors, how);
+    exact.adopt(mean.addresses);
+    average(comm, exact, caller);
+    buckets = exact.ranges();
   }
   const std::vector<std::byte> wanted = mean.on_host(caller);
   RelativeError own;  // NaN if the mean is not finite
   for (size_t t = 0; t < tensors.size(); ++t) {
     own.add(mean.reader(wanted, t), mean.reader(wanted, t), tensors[t].count());
   }
-  if (own.empty() || !std::isfinite(own.root())) {
-    out.problem = own.empty() ? SpecChoice::Problem::zero : SpecChoice::Problem::not_finite;
-    return out;
-  }
-  const auto compute = static_cast<float>(options.compute_ms),
-             backward = static_cast<float>(options.backward_ms);
-  std::vector<float> numbers{compute, backward};
+  require(!own.empty(),
+          "the mean of the gradients is zero, so no error can be measured; call gw_choose again in a later "
+          "step");
+  require(std::isfinite(own.root()),
+          "the mean of the gradients is not finite; call gw_choose again in a later step");
+  std::vector<float> numbers{static_cast<float>(options.compute_ms), static_cast<float>(options.backward_ms)};
   for (const CompressionSpec& spec : specs) {
-    Averager averager(comm, stream, spec, tensors, result.addresses(), options);
+    Reducer reducer(comm, spec, tensors, how);
+    reducer.adopt(result.addresses);
     RelativeError error;
     double ms = std::numeric_limits<double>::infinity();
     for (int repetition = 0; repetition < kRepetitions; ++repetition) {
-      result.copy_from(caller, mean.addresses());
+      result.copy_from(caller, mean.addresses);
       caller.synchronize();
-      const double took = milliseconds([&] { averager.run(caller); });
+      const double took = average(comm, reducer, caller);
       if (repetition > 0) ms = std::min(ms, took);  // the first waits for the other ranks
       if (repetition > 0) continue;
       const std::vector<std::byte> got = result.on_host(caller);
@@ -191,19 +166,25 @@ SpecChoice choose_spec(Communicator& comm, const Stream& stream, const Stream& c
         error.add(mean.reader(wanted, t), result.reader(got, t), tensors[t].count());
       }
     }
-    numbers.push_back(static_cast<float>(ms));
-    numbers.push_back(static_cast<float>(error.root()));
+    numbers.insert(numbers.end(), {static_cast<float>(ms), static_cast<float>(error.root())});
   }
-  numbers = averaged(comm, stream, caller, numbers);
+  {  // the numbers' means over the ranks
+    Buffer memory = make_buffer<float>(comm.device(), std::ssize(numbers));
+    to_device<float>(caller, memory.as<float>(), numbers);
+    Reducer reducer(comm, {}, {{"measurements", {std::ssize(numbers)}}},
+                    reducer_options(stream, ChooseOptions{}.bucket_bytes, 0));
+    reducer.adopt(std::vector<void*>{memory.data()});
+    average(comm, reducer, caller);
+    numbers = to_host(caller, memory.as<const float>(), std::ssize(numbers));
+  }
   std::vector<double> errors, steps;
   for (size_t i = 0; i < specs.size(); ++i) {
     const double ms = numbers[2 + 2 * i];
-    out.trials[i] = {numbers[3 + 2 * i], ms, exposed_ms(buckets, ms, numbers[1])};
-    errors.push_back(out.trials[i].error);
-    steps.push_back(numbers[0] + out.trials[i].exposed_ms);
+    trials[i] = {numbers[3 + 2 * i], ms, exposed_ms(buckets, ms, numbers[1])};
+    errors.push_back(trials[i].error);
+    steps.push_back(numbers[0] + trials[i].exposed_ms);
   }
-  out.chosen = choose_candidate(errors, steps, options.error);
-  return out;
+  return choose_candidate(errors, steps, options.error);
 }
 
 }  // namespace gradwire

@@ -25,12 +25,6 @@ struct SpecTrial {
   double exposed_ms = 0;      // the part of it that backward does not hide
 };
 
-struct SpecChoice {
-  std::vector<SpecTrial> trials;  // by spec
-  size_t chosen = 0;
-  enum class Problem : uint8_t { none, not_finite, zero } problem = Problem::none;  // of the mean gradient
-};
-
 // Returns why specs cannot be compared by one encode of the same gradients; "" if they can.
 std::string choice_obstacle(const CompressionSpec& spec);
 
@@ -43,12 +37,13 @@ size_t choose_candidate(const std::vector<double>& errors, const std::vector<dou
                         double tie = kChoiceTie);
 
 // Averages the gradients in FP32, tries each spec on copies of that mean, and chooses a spec by
-// choose_candidate(). Collective: all ranks pass the same arguments, and get the same result, which has no
-// choice if it has a problem. `gradients` have the tensors' types, are on the communicator's device,
-// and do not change. Blocks. Needs memory for two copies of the gradients on the device, two on the host, and
-// one reducer.
-SpecChoice choose_spec(Communicator& comm, const Stream& stream, const Stream& caller,
-                       const std::vector<CompressionSpec>& specs, const std::vector<GradientTensor>& tensors,
-                       const std::vector<void*>& gradients, const ChooseOptions& options);
+// choose_candidate(). Returns the index of the choice, and a trial per spec. Throws BadInput, on all ranks,
+// if the mean is zero or not finite. Collective: all ranks pass the same arguments, and get the same result.
+// `gradients` have the tensors' types, are on the communicator's device, and do not change. Blocks. Needs
+// memory for two copies of the gradients on the device, two on the host, and one reducer.
+size_t choose_spec(Communicator& comm, const Stream& stream, const Stream& caller,
+                   const std::vector<CompressionSpec>& specs, const std::vector<GradientTensor>& tensors,
+                   const std::vector<void*>& gradients, const ChooseOptions& options,
+                   std::vector<SpecTrial>& trials);
 
 }  // namespace gradwire

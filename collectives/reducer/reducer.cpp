@@ -1,4 +1,4 @@
-// Constructs a reducer: its streams, and a codec for each bucket.
+// Constructs a reducer: its streams, and a pipeline for each bucket.
 #include "collectives/reducer/reducer.h"
 
 #include <algorithm>
@@ -37,7 +37,23 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
     fill_zero(stream_, gradients_.data(), gradients_.bytes());
   }
   if (works) {
-    build_lanes();
+    // With a second lane, a bucket is encoded while another bucket is in transfer. A caller's stream gets
+    // only one lane, because the order of work must not change.
+    lanes_.push_back({.stream = stream_});
+    if (layout_.buckets.size() > 1 && !options_.stream) {
+      lanes_.push_back({.stream = Stream::create(comm_.device(), "communicate 2", Stream::Priority::high),
+                        .joined = Event::create(comm_.device())});
+      begun_ = Event::create(comm_.device());
+    }
+    done_ = Event::create(comm_.device());
+    full_ = Event::create(comm_.device());
+    for (StepMarks& marks : marks_) {
+      marks.wait_begin = Event::create_timer(comm_.device());
+      marks.wait_end = Event::create_timer(comm_.device());
+      for (size_t b = 0; b < layout_.buckets.size(); ++b) {
+        marks.buckets.emplace_back(static_cast<int>(b), options_.timing, options_.tracer);
+      }
+    }
     build_buckets();
   }
   stream_.synchronize();
@@ -56,45 +72,15 @@ Reducer::~Reducer() {
   comm_.finish_transfers();
 }
 
-void Reducer::build_lanes() {
-  // With a second lane, a bucket is encoded while another bucket is in transfer. A caller's stream gets only
-  // one lane, because the order of work must not change.
-  lanes_.push_back({.stream = stream_});
-  if (layout_.buckets.size() > 1 && !options_.stream) {
-    lanes_.push_back({.stream = Stream::create(comm_.device(), "communicate 2", Stream::Priority::high),
-                      .joined = Event::create(comm_.device())});
-    begun_ = Event::create(comm_.device());
-  }
-  done_ = Event::create(comm_.device());
-  full_ = Event::create(comm_.device());
-  for (StepMarks& marks : marks_) {
-    marks.wait_begin = Event::create_timer(comm_.device());
-    marks.wait_end = Event::create_timer(comm_.device());
-    for (size_t b = 0; b < layout_.buckets.size(); ++b) {
-      marks.buckets.emplace_back(BucketPhases::Options{
-          .bucket = static_cast<int>(b), .timing = options_.timing, .tracer = options_.tracer});
-    }
-  }
-}
-
 void Reducer::build_buckets() {
   device_step_ = make_buffer<uint64_t>(comm_.device(), 1);
   fill_zero(stream_, device_step_.data(), device_step_.bytes());
   auto plan = [&](Collective collective, std::optional<SchedulePlanner>& planner) {
-    ScheduleRequest request = schedule_request(spec_);
-    request.collective = collective;
-    planner.emplace(request, comm_.world(), comm_.ranks_per_node(), comm_.link_costs(stream_, request),
-                    options_.slice_bytes);
+    planner.emplace(spec_, collective, comm_.world(), comm_.ranks_per_node(),
+                    comm_.link_costs(stream_, spec_.schedule), options_.slice_bytes);
   };
   plan(Collective::allreduce, planner_);
   if (options_.sharded) plan(Collective::reduce_scatter, scatter_planner_);
-  const CodecSetup setup{.comm = comm_,
-                         .spec = spec_,
-                         .stream = stream_,
-                         .step = device_step_.as<const uint64_t>(),
-                         .gradients = gradients_ ? gradients_.as<float>() : nullptr,
-                         .average = options_.average,
-                         .seed = options_.seed};
   const size_t count = layout_.buckets.size();
   for (const BucketRange& range : layout_.buckets) {
     const size_t b = buckets_.size();
@@ -104,8 +90,11 @@ void Reducer::build_buckets() {
     static_cast<BucketRange&>(bucket) = range;
     bucket_of_.resize(static_cast<size_t>(range.last_tensor), static_cast<int>(b));
     BucketContext context = bucket_context(
-        setup, tensors_, layout_, range,
+        comm_, spec_, stream_, tensors_, layout_, range, gradients_ ? gradients_.as<float>() : nullptr,
         fmt::format("bucket {} of {}{}{}", b + 1, count, options_.name.empty() ? "" : " of ", options_.name));
+    context.step = device_step_.as<const uint64_t>();
+    if (!options_.average) context.scale = 1.0f;
+    context.rounding_seed += options_.seed * 0x9e3779b97f4a7c15ull;
     context.planner = &*planner_;
     if (options_.sharded) {
       context.shards = shards(range);
@@ -115,29 +104,26 @@ void Reducer::build_buckets() {
     context.slice_bytes = options_.slice_bytes;
     context.beside_others = lanes_.size() > 1;
     bucket.data = context.gradients;
-    bucket.codec = options_.make_codec ? options_.make_codec(context) : make_codec(context);
-    if (options_.skip_unused) bucket.codec = make_unused_codec(context, std::move(bucket.codec));
+    auto codec = options_.make_codec ? options_.make_codec(context) : nullptr;
+    context.skip_unused = options_.skip_unused;
+    bucket.pipeline = std::make_unique<BucketPipeline>(context, std::move(codec));
     bucket.lane = b % lanes_.size();
-    size_t& most = lane_of(bucket).workspace_bytes;
-    most = std::max(most, bucket.codec->workspace_bytes());
+    size_t& most = lanes_[bucket.lane].workspace_bytes;
+    most = std::max(most, bucket.pipeline->workspace_bytes());
     const SchedulePlanner& dense = options_.sharded ? *scatter_planner_ : *planner_;
     const int64_t sent = elements_sent(dense.choose(range.elements(), kFp32, context.shards).schedule,
                                        comm_.rank(), range.elements(), context.shards);
-    dense_bytes_ += static_cast<uint64_t>(bytes_per_element(range) * static_cast<double>(sent));
+    int64_t bytes = 0, elements = 0;  // of the gradients, in their types
+    for (int i = range.first_tensor; i < range.last_tensor; ++i) {
+      bytes += tensors_[i].count() * bytes_of(tensors_[i].dtype);
+      elements += tensors_[i].count();
+    }
+    const double per_element = elements == 0 ? 4 : static_cast<double>(bytes) / static_cast<double>(elements);
+    dense_bytes_ += static_cast<uint64_t>(per_element * static_cast<double>(sent));
   }
   describe_memory();
   for (Lane& lane : lanes_) lane.workspace = Buffer(comm_.device(), lane.workspace_bytes);
-  for (Bucket& b : buckets_) b.codec->bind(lane_of(b).workspace.data());
-}
-
-// Returns the average size of the bucket's elements, in the types of the gradients.
-double Reducer::bytes_per_element(const BucketRange& bucket) const {
-  int64_t bytes = 0, count = 0;
-  for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
-    bytes += tensors_[i].count() * bytes_of(tensors_[i].dtype);
-    count += tensors_[i].count();
-  }
-  return count == 0 ? 4 : static_cast<double>(bytes) / static_cast<double>(count);
+  for (Bucket& b : buckets_) b.pipeline->bind(lanes_[b.lane].workspace.data());
 }
 
 void Reducer::describe_memory() {
@@ -204,10 +190,18 @@ void Reducer::adopt(std::span<void* const> gradients) {
   for (Bucket& b : buckets_) {
     float* data = common_base(b);
     b.staged = data == nullptr && b.elements() > 0;
-    if (b.staged) data = staging_of(b);
+    if (b.staged && gradients_) {
+      data = gradients_.as<float>() + b.begin;
+    } else if (b.staged) {  // the buckets of a lane share one buffer, which is as large as the largest bucket
+      Buffer& staging = lanes_[b.lane].staging;
+      int64_t most = 0;
+      for (const Bucket& other : buckets_) most = std::max(most, other.lane == b.lane ? other.elements() : 0);
+      if (!staging) staging = Buffer(comm_.device(), static_cast<size_t>(most) * sizeof(float));
+      data = staging.as<float>();
+    }
     if (data == b.data) continue;
-    lane_of(b).stream.synchronize();
-    b.codec->rebind(data);
+    lanes_[b.lane].stream.synchronize();
+    b.pipeline->rebind(data);
     b.data = data;
   }
 }
@@ -219,21 +213,6 @@ int Reducer::buckets_in_place() const {
 float* Reducer::gradient(int i) const {
   if (!adopted_.empty()) return static_cast<float*>(adopted_.at(static_cast<size_t>(i)));
   return gradients_ ? gradients_.as<float>() + offset(i) : nullptr;
-}
-
-// Returns the bucket's address in the reducer's memory. The buckets of a lane share one buffer, which is as
-// large as the largest bucket.
-float* Reducer::staging_of(const Bucket& bucket) {
-  if (gradients_) return gradients_.as<float>() + bucket.begin;
-  Lane& lane = lane_of(bucket);
-  if (!lane.staging) {
-    int64_t most = 0;
-    for (const Bucket& b : buckets_) {
-      if (b.lane == bucket.lane) most = std::max(most, b.elements());
-    }
-    lane.staging = Buffer(comm_.device(), static_cast<size_t>(most) * sizeof(float));
-  }
-  return lane.staging.as<float>();
 }
 
 // Returns the bucket's address if the adopted gradients have the flat buffer's layout; null otherwise.
@@ -254,15 +233,8 @@ float* Reducer::common_base(const Bucket& bucket) const {
   return reinterpret_cast<float*>(base);
 }
 
-void Reducer::clear_gaps(const Bucket& bucket) const {
-  for (const ElementRange& gap : bucket.gaps) {
-    fill_zero(lane_of(bucket).stream, bucket.data + gap.begin,
-              static_cast<size_t>(gap.count()) * sizeof(float));
-  }
-}
-
 void Reducer::stage(const Bucket& bucket, bool in) {
-  const Stream& stream = lane_of(bucket).stream;
+  const Stream& stream = lanes_[bucket.lane].stream;
   const ElementRange part = in ? ElementRange{0, bucket.elements()} : bucket.owned;
   for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
     const int64_t offset = layout_.offsets[i] - bucket.begin;

@@ -24,7 +24,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/codec/codec.h"
+#include "collectives/codec/pipeline.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/buckets.h"
 #include "collectives/reducer/report.h"
@@ -62,7 +62,7 @@ struct ReducerOptions {
   bool skip_unused = false;
   // Receives each exchange of the steps it traces; must outlive the reducer. Needs `timing`.
   Tracer* tracer = nullptr;
-  // Constructs the codec of each bucket; empty: the codec named by the spec.
+  // Constructs the codec of each bucket, without the spec's policies; empty: as the spec says.
   std::function<std::unique_ptr<Codec>(const BucketContext&)> make_codec = {};
 };
 
@@ -124,7 +124,6 @@ class Reducer {
   // step are then the stats of the later step. Steps repeat with period(), so a graph can replace only steps
   // with the same remainder: with a period of 2, a graph captured in an even step can replace even steps.
   int64_t steady_from() const;
-  bool skips_unused() const { return options_.skip_unused; }
   int64_t period() const;
   void replayed(int64_t captured);
 
@@ -157,8 +156,8 @@ class Reducer {
 
  private:
   struct Bucket : BucketRange {
-    std::unique_ptr<Codec> codec;
-    float* data = nullptr;  // the codec's data: the reducer's memory, or adopted
+    std::unique_ptr<BucketPipeline> pipeline;
+    float* data = nullptr;  // the pipeline's data: the reducer's memory, or adopted
     bool staged = false;    // tensors are copied into and out of the reducer's memory
     // Gaps that another user of the memory may have written, as offsets from the bucket's start.
     std::vector<ElementRange> gaps;
@@ -169,7 +168,6 @@ class Reducer {
     // The current step.
     int ready = 0;
     std::vector<Stream> producers;
-    bool is_full() const { return ready == tensors(); }
   };
   // A stream that processes buckets one after another.
   struct Lane {
@@ -180,22 +178,15 @@ class Reducer {
     Event joined = {};    // end of the step on this lane; the first lane waits for this event
     bool behind = true;   // has not waited yet for the end of the previous step on all lanes
   };
-  Lane& lane_of(const Bucket& b) { return lanes_[b.lane]; }
-  const Lane& lane_of(const Bucket& b) const { return lanes_[b.lane]; }
 
   // reducer.cpp: construction.
-  void build_lanes();
   void build_buckets();
-  double bytes_per_element(const BucketRange& bucket) const;
   void describe_memory();
   // step.cpp: a bucket's step.
   void check_ready() const;
-  void mark_unused(const Stream& consumer);
   void launch(int position);  // an index into order_
   void count_bytes(StepMarks& marks, int which);
   // Gradients in the caller's memory.
-  float* staging_of(const Bucket& bucket);
-  void clear_gaps(const Bucket& bucket) const;
   float* common_base(const Bucket& bucket) const;
   void stage(const Bucket& bucket, bool in);
   // report.cpp: statistics and descriptions.

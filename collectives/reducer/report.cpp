@@ -12,11 +12,11 @@ namespace gradwire {
 namespace {
 
 // Returns a text such as "schedule two_shot (fastest: 1.2 ms predicted, ring 1.9 ms)" for each allreduce.
-std::string plan_text(const Codec& codec) {
+std::string plan_text(const BucketPipeline& pipeline) {
   std::string text;
-  for (const PlannedAllreduce& p : codec.plan()) {
-    text += fmt::format("{}{}{}schedule {} ({})", text.empty() ? "" : "; ", p.what,
-                        p.what.empty() ? "" : ": ", name(p.schedule), p.reason);
+  for (const auto& [what, choice] : pipeline.plan()) {
+    text += fmt::format("{}{}{}schedule {} ({})", text.empty() ? "" : "; ", what, what.empty() ? "" : ": ",
+                        name(choice->schedule.kind), choice->reason);
   }
   return text;
 }
@@ -25,8 +25,24 @@ std::string plan_text(const Codec& codec) {
 
 ReducerStats Reducer::stats(int64_t step) const {
   if (buckets_.empty()) return {};
-  ReducerStats stats = marks_of(step).stats(options_.timing);
-  stats.dense_bytes = dense_bytes_;
+  const StepMarks& marks = marks_of(step);
+  ReducerStats stats{.wire_bytes = (*marks.bytes_sent)[1] - (*marks.bytes_sent)[0],
+                     .dense_bytes = dense_bytes_};
+  if (!options_.timing) return stats;
+  std::vector<std::pair<double, double>> spans;
+  for (const BucketPhases& b : marks.buckets) {
+    spans.push_back(b.since(marks.buckets[marks.first]));
+    stats.compress_ms += b.ms(Phase::compress);
+    stats.communicate_ms += b.ms(Phase::communicate);
+    stats.decompress_ms += b.ms(Phase::decompress);
+  }
+  std::sort(spans.begin(), spans.end());  // buckets may have run in another order
+  double until = 0;                       // latest end of a bucket so far, in ms since the first bucket began
+  for (const auto& [begin, end] : spans) {
+    stats.comm_ms += std::max(0.0, end - std::max(begin, until));
+    until = std::max(until, end);
+  }
+  stats.exposed_comm_ms = elapsed_ms(marks.wait_begin, marks.wait_end);
   return stats;
 }
 
@@ -34,7 +50,7 @@ void Reducer::trace(int64_t step, Tracer& tracer) const {
   if (buckets_.empty() || !options_.timing) return;
   const StepMarks& marks = marks_of(step);
   for (size_t b = 0; b < buckets_.size(); ++b) {
-    marks.buckets[b].trace(tracer, lane_of(buckets_[b]).stream.name(), step,
+    marks.buckets[b].trace(tracer, lanes_[buckets_[b].lane].stream.name(), step,
                            {{"bucket", static_cast<int64_t>(b)},
                             {"spec", spec_.to_string()},
                             {"bucket_bytes", buckets_[b].elements() * 4}});
@@ -55,7 +71,7 @@ std::vector<TensorState> Reducer::tensor_state() const {
   std::vector<TensorState> all;
   for (const Bucket& b : buckets_) {
     const auto begin = static_cast<std::ptrdiff_t>(all.size());
-    const Residual* residual = b.codec->residual();
+    const Residual* residual = b.pipeline->residual();
     for (int i = b.first_tensor; residual != nullptr && i < b.last_tensor; ++i) {
       if (tensors_[i].count() == 0) continue;
       const int64_t first = layout_.offsets[i] - b.begin;
@@ -65,7 +81,7 @@ std::vector<TensorState> Reducer::tensor_state() const {
                      .first = first,
                      .shape = tensors_[i].shape});
     }
-    for (TensorState& s : b.codec->tensor_state()) {
+    for (TensorState& s : b.pipeline->tensor_state()) {
       if (s.tensor < b.first_tensor || s.tensor >= b.last_tensor || s.kind == kResidualKind) {
         throw Error(
             "a codec has state '{}' of tensor {}, but the tensor is not in its bucket or the name is "
@@ -86,9 +102,9 @@ ReducerMemory Reducer::memory() const {
     memory.staging += static_cast<int64_t>(lane.workspace.bytes() + lane.staging.bytes());
   }
   for (const Bucket& b : buckets_) {
-    const int64_t residual = b.codec->residual() != nullptr ? b.codec->residual()->bytes() : 0;
+    const int64_t residual = b.pipeline->residual() != nullptr ? b.pipeline->residual()->bytes() : 0;
     memory.residual += residual;
-    memory.factors += b.codec->state_bytes() - residual;
+    memory.factors += b.pipeline->state_bytes() - residual;
   }
   return memory;
 }
@@ -99,7 +115,7 @@ std::string Reducer::describe() const {
   for (size_t b = 0; b < buckets_.size(); ++b) {
     const Bucket& bucket = buckets_[b];
     text += fmt::format("bucket {}: {} tensors, {} bytes; {}; {}\n", b, bucket.tensors(),
-                        bucket.elements() * 4, bucket.codec->describe(), plan_text(*bucket.codec));
+                        bucket.elements() * 4, bucket.pipeline->describe(), plan_text(*bucket.pipeline));
   }
   if (const std::string links = links_text(); !links.empty()) text += links + "\n";
   return text;
@@ -108,9 +124,9 @@ std::string Reducer::describe() const {
 std::string Reducer::schedule() const {
   std::vector<std::string> kinds;
   for (const Bucket& b : buckets_) {
-    for (const PlannedAllreduce& p : b.codec->plan()) {
-      if (std::find(kinds.begin(), kinds.end(), name(p.schedule)) == kinds.end())
-        kinds.push_back(name(p.schedule));
+    for (const auto& [what, choice] : b.pipeline->plan()) {
+      const char* const kind = name(choice->schedule.kind);
+      if (std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) kinds.emplace_back(kind);
     }
   }
   std::string all;
@@ -121,7 +137,7 @@ std::string Reducer::schedule() const {
 std::string Reducer::schedule_reason() const {
   if (buckets_.empty()) return "a world of 1";
   auto smaller = [](const Bucket& a, const Bucket& b) { return a.elements() < b.elements(); };
-  std::string text = plan_text(*std::max_element(buckets_.begin(), buckets_.end(), smaller)->codec);
+  std::string text = plan_text(*std::max_element(buckets_.begin(), buckets_.end(), smaller)->pipeline);
   if (const std::string links = links_text(); !links.empty()) text += "; " + links;
   return text;
 }
@@ -131,27 +147,6 @@ std::string Reducer::links_text() const {
   if (spec_.schedule != ScheduleKind::automatic || comm_.world() <= 2) return "";
   const LinkCosts& costs = planner_->costs();
   return (costs.measured ? "links measured: " : "links not measured, assumed: ") + costs.to_string();
-}
-
-ReducerStats StepMarks::stats(bool timing) const {
-  ReducerStats stats;
-  stats.wire_bytes = (*bytes_sent)[1] - (*bytes_sent)[0];
-  if (!timing) return stats;
-  std::vector<std::pair<double, double>> spans;
-  for (const BucketPhases& b : buckets) {
-    spans.push_back(b.since(buckets[first]));
-    stats.compress_ms += b.ms(Phase::compress);
-    stats.communicate_ms += b.ms(Phase::communicate);
-    stats.decompress_ms += b.ms(Phase::decompress);
-  }
-  std::sort(spans.begin(), spans.end());  // buckets may have run in another order
-  double until = 0;                       // latest end of a bucket so far, in ms since the first bucket began
-  for (const auto& [begin, end] : spans) {
-    stats.comm_ms += std::max(0.0, end - std::max(begin, until));
-    until = std::max(until, end);
-  }
-  stats.exposed_comm_ms = elapsed_ms(wait_begin, wait_end);
-  return stats;
 }
 
 }  // namespace gradwire

@@ -42,10 +42,6 @@ struct StepMarks {
   // Bytes sent before the first bucket and after the last bucket. Written on the reducer's stream, read after
   // wait_end.
   std::shared_ptr<std::array<uint64_t, 2>> bytes_sent = std::make_shared<std::array<uint64_t, 2>>();
-
-  // Returns the statistics except dense_bytes. Without `timing` returns only wire_bytes. Valid once the marks
-  // are done.
-  ReducerStats stats(bool timing) const;
 };
 
 // The relative L2 error of one encode, over all tensors of a model.

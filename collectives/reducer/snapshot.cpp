@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <span>
+#include <utility>
 
 #include "runtime/device/device.h"
 #include "runtime/util/error.h"
@@ -31,13 +33,15 @@ double sum_of_squares(const float* values, size_t count) {
 
 void ReducerSnapshot::take(const Stream& stream, const Reducer& reducer, int world) {
   const std::vector<TensorState> states = reducer.tensor_state();
-  if (entries_.size() != states.size()) {
-    entries_.clear();
+  if (states_.size() != states.size()) {
+    states_ = states;
+    begins_.clear();
     size_t end = 0;
-    for (const TensorState& state : states) {
-      const auto bytes = static_cast<size_t>(state.bytes());
-      entries_.push_back({state.tensor, state.kind, state.same_on_all_ranks, end, bytes});
-      end += (bytes + 15) / 16 * 16;
+    for (TensorState& state : states_) {
+      state.data = nullptr;
+      state.residual = nullptr;
+      begins_.push_back(end);
+      end += (static_cast<size_t>(state.bytes()) + 15) / 16 * 16;
     }
     values_.resize(end);
   }
@@ -47,49 +51,75 @@ void ReducerSnapshot::take(const Stream& stream, const Reducer& reducer, int wor
     world_ = world;
   }
   for (size_t i = 0; i < states.size(); ++i) {
-    states[i].read(stream, 0, {values_.data() + entries_[i].begin, entries_[i].bytes});
+    states[i].read(stream, 0, {values_.data() + begins_[i], static_cast<size_t>(states[i].bytes())});
   }
 }
 
 double ReducerSnapshot::residual_norm() const {
   double sum = 0;
-  for (const Entry& entry : entries_) {
-    if (entry.kind != kResidualKind) continue;
-    sum += sum_of_squares(reinterpret_cast<const float*>(values_.data() + entry.begin),
-                          entry.bytes / sizeof(float));
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (states_[i].kind != kResidualKind) continue;
+    sum += sum_of_squares(reinterpret_cast<const float*>(values(i).data()), values(i).size() / sizeof(float));
   }
   return std::sqrt(sum);
 }
 
-bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int world, Into into) const {
-  const std::vector<TensorState> states =
-      into == Into::same_codec ? reducer.tensor_state() : std::vector<TensorState>();
-  float* rest = nullptr;
+bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int world,
+                              bool same_codec) const {
+  const std::vector<TensorState> states = same_codec ? reducer.tensor_state() : std::vector<TensorState>();
+  Residuals residuals;
   const FinishOnError finish(stream);
-  for (const Entry& entry : entries_) {
+  for (size_t i = 0; i < states_.size(); ++i) {
+    const TensorState& entry = states_[i];
     if (!is_loaded(entry.kind, entry.same_on_all_ranks, world_, world)) continue;
-    const std::byte* const from = values_.data() + entry.begin;
     const auto to = std::find_if(states.begin(), states.end(), [&](const TensorState& state) {
       return state.tensor == entry.tensor && state.kind == entry.kind;
     });
-    if (to != states.end()) {
-      if (static_cast<size_t>(to->bytes()) != entry.bytes) {
-        throw Error("ReducerSnapshot::restore: '{}' of tensor {} has {} bytes, the snapshot {}", entry.kind,
-                    entry.tensor, to->bytes(), entry.bytes);
-      }
-      to->write(stream, 0, {from, entry.bytes});
-    } else if (into == Into::same_codec && world_ == world) {
+    if (to != states.end() && to->bytes() != entry.bytes()) {
+      throw Error("ReducerSnapshot::restore: '{}' of tensor {} has {} bytes, the snapshot {}", entry.kind,
+                  entry.tensor, to->bytes(), entry.bytes());
+    }
+    if (to == states.end() && same_codec && world_ == world) {
       throw Error("ReducerSnapshot::restore: no place for '{}' of tensor {}", entry.kind, entry.tensor);
-    } else if (entry.kind == kResidualKind) {
-      if (rest == nullptr) {
-        rest = reducer.gradients().as<float>();
-        fill_zero(stream, rest, static_cast<size_t>(reducer.elements()) * sizeof(float));
-      }
-      copy(stream, rest + reducer.offset(entry.tensor), from, entry.bytes);
+    }
+    if (entry.kind == kResidualKind) {
+      add_residual(residuals[static_cast<size_t>(entry.tensor)], values(i).data(), entry.count());
+    } else if (to != states.end()) {
+      to->write(stream, 0, values(i));
+    }
+  }
+  return load_residuals(stream, reducer, std::move(residuals), same_codec);
+}
+
+Residuals take_left_over(Residuals& residuals, const std::vector<TensorState>& states) {
+  Residuals rest = std::exchange(residuals, {});
+  for (const TensorState& state : states) {
+    if (state.kind == kResidualKind) residuals.insert(rest.extract(static_cast<size_t>(state.tensor)));
+  }
+  std::erase_if(rest, [](const auto& residual) {
+    return std::ranges::all_of(residual.second, [](float x) { return x == 0.0f; });
+  });
+  return rest;
+}
+
+bool load_residuals(const Stream& stream, const Reducer& reducer, Residuals residuals, bool same_codec) {
+  const std::vector<TensorState> states = same_codec ? reducer.tensor_state() : std::vector<TensorState>();
+  const Residuals rest = take_left_over(residuals, states);
+  const FinishOnError finish(stream);
+  for (const TensorState& state : states) {
+    const auto found = residuals.find(static_cast<size_t>(state.tensor));
+    if (state.kind != kResidualKind || found == residuals.end()) continue;
+    state.write(stream, 0, std::as_bytes(std::span<const float>(found->second)));
+  }
+  if (!rest.empty()) {
+    float* const gradients = reducer.gradients().as<float>();
+    fill_zero(stream, gradients, static_cast<size_t>(reducer.elements()) * sizeof(float));
+    for (const auto& [tensor, values] : rest) {
+      to_device(stream, gradients + reducer.offset(static_cast<int>(tensor)), std::span<const float>(values));
     }
   }
   stream.synchronize();
-  return rest != nullptr;
+  return !rest.empty();
 }
 
 }  // namespace gradwire

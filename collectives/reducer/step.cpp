@@ -29,8 +29,11 @@ void Reducer::ready(int i, const Stream& producer) {
   }
   // Launch in a fixed order, independent of the order of readiness, because all ranks must issue collectives
   // in the same order.
-  while (launched_ < static_cast<int>(order_.size()) && buckets_[order_[launched_]].is_full())
+  while (launched_ < static_cast<int>(order_.size())) {
+    const Bucket& next = buckets_[order_[launched_]];
+    if (next.ready < next.tensors()) break;
     launch(launched_++);
+  }
 }
 
 void Reducer::launch_in(std::vector<int> order) {
@@ -65,9 +68,9 @@ void Reducer::wait_for(int bucket, const Stream& consumer) {
   if (!buckets_.empty()) consumer.wait(buckets_.at(static_cast<size_t>(bucket)).reduced);
 }
 
-// Makes the gradients that are not ready zero, and marks them as ready.
-void Reducer::mark_unused(const Stream& consumer) {
-  for (int i = 0; i < tensors(); ++i) {
+void Reducer::wait(const Stream& consumer) {
+  // A gradient that is not ready is unused: it becomes zero.
+  for (int i = 0; options_.skip_unused && i < tensors(); ++i) {
     {
       std::lock_guard lock(mutex_);
       if (ready_[i]) continue;
@@ -78,10 +81,6 @@ void Reducer::mark_unused(const Stream& consumer) {
     }
     ready(i, consumer);
   }
-}
-
-void Reducer::wait(const Stream& consumer) {
-  if (options_.skip_unused) mark_unused(consumer);
   std::lock_guard lock(mutex_);
   check_ready();
   ready_.assign(ready_.size(), false);
@@ -111,13 +110,13 @@ void Reducer::wait(const Stream& consumer) {
 
 int64_t Reducer::steady_from() const {
   int64_t step = 0;
-  for (const Bucket& b : buckets_) step = std::max(step, b.codec->steady_from());
+  for (const Bucket& b : buckets_) step = std::max(step, b.pipeline->steady_from());
   return step;
 }
 
 int64_t Reducer::period() const {
   int64_t steps = 1;
-  for (const Bucket& b : buckets_) steps = std::lcm(steps, b.codec->period());
+  for (const Bucket& b : buckets_) steps = std::lcm(steps, b.pipeline->period());
   return steps;
 }
 
@@ -150,7 +149,7 @@ void Reducer::launch(int position) {
   const int b = order_[static_cast<size_t>(position)];
   Bucket& bucket = buckets_[b];
   StepMarks& marks = marks_[step_ % kStatsKept];
-  const Stream& stream = lane_of(bucket).stream;
+  const Stream& stream = lanes_[bucket.lane].stream;
   for (const Stream& producer : bucket.producers) {
     full_.record(producer);
 #ifndef GRADWIRE_PLANT_MISSING_WAIT  // tests/tsan proves that ThreadSanitizer detects its absence
@@ -162,7 +161,7 @@ void Reducer::launch(int position) {
     count_bytes(marks, 0);
     if (begun_) begun_.record(stream_);
   }
-  Lane& lane = lane_of(bucket);
+  Lane& lane = lanes_[bucket.lane];
   if (lane.behind && begun_ && stream != stream_) {
     stream.wait(begun_);  // only the first lane has waited for the end of the previous step
   }
@@ -172,9 +171,11 @@ void Reducer::launch(int position) {
   if (bucket.staged) {
     phases.enter(stream, Phase::compress);
     stage(bucket, true);
+    for (const ElementRange& gap : bucket.gaps) {
+      fill_zero(stream, bucket.data + gap.begin, static_cast<size_t>(gap.count()) * sizeof(float));
+    }
   }
-  if (bucket.staged) clear_gaps(bucket);
-  bucket.codec->run(stream, step_, phases);
+  bucket.pipeline->run(stream, step_, phases);
   if (bucket.staged) {
     phases.enter(stream, Phase::decompress);
     stage(bucket, false);

@@ -48,7 +48,7 @@ int build_subtree(Tree& tree, int begin, int end, int parent, int depth) {
 
 }  // namespace
 
-void detail::emit_double_tree(int world, TransferSink& sink) {
+void detail::emit_double_tree(int world, const TransferSink& sink) {
   int levels = 0;  // edges from the root to the deepest leaf: floor(log2 n)
   while (2 << levels <= world) ++levels;
   Schedule s = outline(ScheduleKind::tree, world, {0, 0});
@@ -75,9 +75,7 @@ void detail::emit_double_tree(int world, TransferSink& sink) {
 }
 
 Schedule double_tree(int world) {
-  detail::ScheduleSink sink;
-  detail::emit_double_tree(world, sink);
-  return sink.schedule;
+  return detail::collect([&](const TransferSink& sink) { detail::emit_double_tree(world, sink); });
 }
 
 }  // namespace gradwire

@@ -44,7 +44,7 @@ void check_arguments(int nodes, int per_node, ScheduleKind between) {
 }
 
 // Adds the reduce-scatter inside the node to round `first`, and the all-gather to round `last`.
-void add_transfers_inside(const Schedule& s, int node, int first, int last, TransferSink& sink) {
+void add_transfers_inside(const Schedule& s, int node, int first, int last, const TransferSink& sink) {
   const auto rank = [&](int local) { return node * s.per_node + local; };
   for (int hop = 1; hop < s.per_node; ++hop) {
     for (int local = 0; local < s.per_node; ++local) {
@@ -57,27 +57,9 @@ void add_transfers_inside(const Schedule& s, int node, int first, int last, Tran
   }
 }
 
-// Shifts the allreduce of the nodes to the ranks and the shard of local index `local`, and to rounds from
-// `first` on.
-class ShardSink final : public TransferSink {
- public:
-  ShardSink(const Schedule& s, int local, int first, TransferSink& all)
-      : s_(s), local_(local), first_(first), all_(all) {}
-  void begin(const Schedule&, int) override {}
-  void add(int round, int from, int to, int chunk, Step::Kind receive, bool) override {
-    all_.add(first_ + round, from * s_.per_node + local_, to * s_.per_node + local_,
-             chunk + local_ * s_.nodes, receive, false);
-  }
-
- private:
-  const Schedule& s_;
-  const int local_, first_;
-  TransferSink& all_;
-};
-
 }  // namespace
 
-void detail::emit_hierarchical(int nodes, int per_node, ScheduleKind between, TransferSink& sink) {
+void detail::emit_hierarchical(int nodes, int per_node, ScheduleKind between, const TransferSink& sink) {
   check_arguments(nodes, per_node, between);
   const bool direct = between == ScheduleKind::two_shot;
   const int inner = per_node > 1 ? 1 : 0, outer = nodes == 1 ? 0 : direct ? 2 : 2 * (nodes - 1);
@@ -94,15 +76,20 @@ void detail::emit_hierarchical(int nodes, int per_node, ScheduleKind between, Tr
   sink.begin(s, 2 * inner + outer);
   for (int node = 0; node < nodes; ++node) add_transfers_inside(s, node, 0, inner + outer, sink);
   for (int local = 0; local < per_node; ++local) {
-    ShardSink shard(s, local, inner, sink);
+    // Shift the allreduce of the nodes to the ranks and the shard of this local index, and to later rounds.
+    const TransferSink shard{.begin = [](const Schedule&, int) {},
+                             .add =
+                                 [&](int round, int from, int to, int chunk, Step::Kind receive, bool) {
+                                   sink.add(inner + round, from * per_node + local, to * per_node + local,
+                                            chunk + local * nodes, receive, false);
+                                 }};
     direct ? emit_two_shot(nodes, shard) : emit_ring(nodes, shard);
   }
 }
 
 Schedule hierarchical(int nodes, int per_node, ScheduleKind between) {
-  detail::ScheduleSink sink;
-  detail::emit_hierarchical(nodes, per_node, between, sink);
-  return sink.schedule;
+  return detail::collect(
+      [&](const TransferSink& sink) { detail::emit_hierarchical(nodes, per_node, between, sink); });
 }
 
 }  // namespace gradwire

@@ -10,7 +10,7 @@
 
 namespace gradwire {
 
-void detail::emit_ring(int world, TransferSink& sink) {
+void detail::emit_ring(int world, const TransferSink& sink) {
   Schedule s = outline(ScheduleKind::ring, world, one_chunk_each(world));
   s.lossy_steps = s.inter_node_lossy_steps = world == 1 ? 0 : world;
   sink.begin(s, 2 * (world - 1));
@@ -24,9 +24,7 @@ void detail::emit_ring(int world, TransferSink& sink) {
 }
 
 Schedule ring(int world) {
-  detail::ScheduleSink sink;
-  detail::emit_ring(world, sink);
-  return sink.schedule;
+  return detail::collect([&](const TransferSink& sink) { detail::emit_ring(world, sink); });
 }
 
 }  // namespace gradwire

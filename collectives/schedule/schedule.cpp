@@ -43,9 +43,17 @@ Schedule empty_schedule(ScheduleKind kind, int world, std::vector<int32_t> owner
   return s;
 }
 
-void ScheduleSink::begin(const Schedule& outline, int rounds) {
-  schedule = outline;
-  schedule.rounds.assign(outline.world, std::vector<Round>(outline.world == 1 ? 0 : rounds));
+Schedule collect(const std::function<void(const TransferSink& sink)>& emit) {
+  Schedule schedule;
+  emit(
+      {.begin =
+           [&](const Schedule& outline, int rounds) {
+             schedule = outline;
+             schedule.rounds.assign(outline.world, std::vector<Round>(outline.world == 1 ? 0 : rounds));
+           },
+       .add = [&](int round, int from, int to, int chunk, Step::Kind receive,
+                  bool intra_node) { add_transfer(schedule, round, from, to, chunk, receive, intra_node); }});
+  return schedule;
 }
 
 std::vector<int32_t> one_chunk_each(int world) {
@@ -131,15 +139,15 @@ Schedule pipelined(const Schedule& schedule, int slices) {
   return s;
 }
 
-ChunkRange chunk_range(int64_t count, int chunks, int chunk, int64_t granularity) {
+ElementRange chunk_range(int64_t count, int chunks, int chunk, int64_t granularity) {
   int64_t units = (count + granularity - 1) / granularity;
   auto edge = [&](int64_t c) { return std::min(count, units * c / chunks * granularity); };
   return {edge(chunk), edge(chunk + 1)};
 }
 
-std::vector<ChunkRange> chunk_ranges(const Schedule& schedule, int64_t count, const Shards& shards,
-                                     int64_t granularity) {
-  std::vector<ChunkRange> ranges;
+std::vector<ElementRange> chunk_ranges(const Schedule& schedule, int64_t count, const Shards& shards,
+                                       int64_t granularity) {
+  std::vector<ElementRange> ranges;
   if (shards.empty()) {
     for (int c = 0; c < schedule.chunks; ++c) {
       ranges.push_back(chunk_range(count, schedule.chunks, c, granularity));
@@ -166,14 +174,14 @@ std::vector<ChunkRange> chunk_ranges(const Schedule& schedule, int64_t count, co
     throw BadInput("the shards have {} elements in all, not {}", begin.back(), count);
   }
   for (int32_t rank : schedule.owner) {
-    const ChunkRange part = chunk_range(shards[rank], owned[rank], placed[rank]++, granularity);
+    const ElementRange part = chunk_range(shards[rank], owned[rank], placed[rank]++, granularity);
     ranges.push_back({begin[rank] + part.begin, begin[rank] + part.end});
   }
   return ranges;
 }
 
 int64_t elements_sent(const Schedule& schedule, int rank, int64_t count, const Shards& shards) {
-  const std::vector<ChunkRange> ranges = chunk_ranges(schedule, count, shards);
+  const std::vector<ElementRange> ranges = chunk_ranges(schedule, count, shards);
   int64_t sent = 0;
   for (const Round& round : schedule.rounds[rank]) {
     for (const Step& step : round) {
@@ -185,7 +193,7 @@ int64_t elements_sent(const Schedule& schedule, int rank, int64_t count, const S
 
 int64_t elements_owned(const Schedule& schedule, int rank, int64_t count, int64_t granularity,
                        const Shards& shards) {
-  const std::vector<ChunkRange> ranges = chunk_ranges(schedule, count, shards, granularity);
+  const std::vector<ElementRange> ranges = chunk_ranges(schedule, count, shards, granularity);
   int64_t owned = 0;
   for (int c = 0; c < schedule.chunks; ++c) {
     if (schedule.owner[c] == rank) owned += ranges[c].count();
@@ -240,7 +248,7 @@ Schedule make_schedule(Collective collective, ScheduleKind kind, int world, Topo
   return make_schedule(kind, world, topology);
 }
 
-void emit_schedule(ScheduleKind kind, int world, Topology topology, TransferSink& sink) {
+void emit_schedule(ScheduleKind kind, int world, Topology topology, const TransferSink& sink) {
   constexpr int kMostTwoShot = kMaxInputs + 1;
   switch (kind) {
     case ScheduleKind::ring:
@@ -272,9 +280,7 @@ Schedule make_schedule(ScheduleKind kind, int world, Topology topology) {
   if (kind == ScheduleKind::automatic) {
     throw Error("make_schedule: schedule=auto must be resolved by the planner");
   }
-  detail::ScheduleSink sink;
-  emit_schedule(kind, world, topology, sink);
-  return sink.schedule;
+  return detail::collect([&](const TransferSink& sink) { emit_schedule(kind, world, topology, sink); });
 }
 
 }  // namespace gradwire

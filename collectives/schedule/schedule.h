@@ -26,6 +26,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -121,13 +122,14 @@ Schedule broadcast(ScheduleKind kind, int world, int root, Topology topology = {
 Schedule pipelined(const Schedule& schedule, int slices);
 
 // Elements [begin, end) of a buffer.
-struct ChunkRange {
+struct ElementRange {
   int64_t begin = 0, end = 0;
   int64_t count() const { return end - begin; }
+  bool operator==(const ElementRange&) const = default;
 };
 // Returns the range of a chunk when `count` elements are cut into `chunks` parts as evenly as `granularity`
 // allows. The slices of a pipelined chunk together are the chunk.
-ChunkRange chunk_range(int64_t count, int chunks, int chunk, int64_t granularity = 8);
+ElementRange chunk_range(int64_t count, int chunks, int chunk, int64_t granularity = 8);
 
 // Numbers of elements of the ranks' shards, (world), chosen by the caller: any size, including 0. Shards lie
 // one after another in rank order. Empty: the buffer is cut evenly into chunks.
@@ -135,8 +137,8 @@ using Shards = std::vector<int64_t>;
 // Returns each chunk's range, (chunks). Given shards, a chunk is a part of its owner's shard, which is cut as
 // evenly as `granularity` allows among the owner's chunks. Throws BadInput unless there is one shard per
 // rank, they add up to `count`, and every rank with a shard owns a chunk.
-std::vector<ChunkRange> chunk_ranges(const Schedule& schedule, int64_t count, const Shards& shards,
-                                     int64_t granularity = 8);
+std::vector<ElementRange> chunk_ranges(const Schedule& schedule, int64_t count, const Shards& shards,
+                                       int64_t granularity = 8);
 
 // Return the number of elements that this rank sends or owns when the schedule runs over `count` elements.
 int64_t elements_sent(const Schedule& schedule, int rank, int64_t count, const Shards& shards = {});
@@ -154,19 +156,17 @@ Schedule make_schedule(Collective collective, ScheduleKind kind, int world, Topo
 // ring of 4,096 ranks has 67 million steps. A sink keeps the part that its user needs. The builders of
 // schedule.h emit the same transfers into a sink that keeps all of them.
 
-class TransferSink {
- public:
-  virtual ~TransferSink() = default;
+struct TransferSink {
   // Called once, before add(). `outline`: the schedule without its rounds.
-  virtual void begin(const Schedule& outline, int rounds) = 0;
+  std::function<void(const Schedule& outline, int rounds)> begin;
   // Adds both ends of a transfer of chunk `chunk`: a send at `from`, `receive` at `to`. Transfers of one
   // round are added in the order in which both ranks do their steps.
-  virtual void add(int round, int from, int to, int chunk, Step::Kind receive, bool intra_node) = 0;
+  std::function<void(int round, int from, int to, int chunk, Step::Kind receive, bool intra_node)> add;
 };
 
 // Passes the transfers of make_schedule(kind, world, topology) to `sink`. Throws BadInput for a kind that
 // does not support this world.
-void emit_schedule(ScheduleKind kind, int world, Topology topology, TransferSink& sink);
+void emit_schedule(ScheduleKind kind, int world, Topology topology, const TransferSink& sink);
 
 }  // namespace gradwire
 
@@ -189,20 +189,13 @@ std::vector<int32_t> one_chunk_each(int world);
 void add_transfer(Schedule& schedule, int round, int from, int to, int chunk, Step::Kind receive,
                   bool intra_node = false);
 
-// Keeps all transfers.
-class ScheduleSink final : public TransferSink {
- public:
-  void begin(const Schedule& outline, int rounds) override;
-  void add(int round, int from, int to, int chunk, Step::Kind receive, bool intra_node) override {
-    add_transfer(schedule, round, from, to, chunk, receive, intra_node);
-  }
-  Schedule schedule;
-};
+// Returns the schedule of all transfers that `emit` passes to the sink.
+Schedule collect(const std::function<void(const TransferSink& sink)>& emit);
 
 // Emit the transfers of the functions of schedule.h with the same names.
-void emit_ring(int world, TransferSink& sink);
-void emit_two_shot(int world, TransferSink& sink);
-void emit_double_tree(int world, TransferSink& sink);
-void emit_hierarchical(int nodes, int per_node, ScheduleKind between, TransferSink& sink);
+void emit_ring(int world, const TransferSink& sink);
+void emit_two_shot(int world, const TransferSink& sink);
+void emit_double_tree(int world, const TransferSink& sink);
+void emit_hierarchical(int nodes, int per_node, ScheduleKind between, const TransferSink& sink);
 
 }  // namespace gradwire::detail

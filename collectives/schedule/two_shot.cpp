@@ -10,7 +10,7 @@
 
 namespace gradwire {
 
-void detail::emit_two_shot(int world, TransferSink& sink) {
+void detail::emit_two_shot(int world, const TransferSink& sink) {
   Schedule s = outline(ScheduleKind::two_shot, world, one_chunk_each(world));
   s.lossy_steps = s.inter_node_lossy_steps = world == 1 ? 0 : 2;
   sink.begin(s, 2);
@@ -25,9 +25,7 @@ void detail::emit_two_shot(int world, TransferSink& sink) {
 }
 
 Schedule two_shot(int world) {
-  detail::ScheduleSink sink;
-  detail::emit_two_shot(world, sink);
-  return sink.schedule;
+  return detail::collect([&](const TransferSink& sink) { detail::emit_two_shot(world, sink); });
 }
 
 }  // namespace gradwire

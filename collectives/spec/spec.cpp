@@ -35,22 +35,6 @@ std::string words(const std::vector<std::pair<std::string_view, T>>& choices) {
   return all;
 }
 
-// Returns the choice that a word names, such as `on` or `off`.
-template <typename T>
-T choose(std::string_view text, std::string_view key, std::string_view value,
-         const std::vector<std::pair<std::string_view, T>>& choices) {
-  for (const auto& [word, result] : choices) {
-    if (word == value) return result;
-  }
-  bad(text, fmt::format("{}='{}' is not one of {}", key, value, words(choices)));
-}
-
-template <typename T>
-T number(std::string_view text, std::string_view key, std::string_view value, T least, T most) {
-  if (const auto result = parse_number(value, least, most)) return *result;
-  bad(text, fmt::format("{}='{}' is not a number from {} to {}", key, value, least, most));
-}
-
 const std::vector<std::pair<std::string_view, bool>> kOnOff{{"on", true}, {"off", false}};
 using Feedback = ResidualPolicy::Feedback;
 const std::vector<std::pair<std::string_view, Feedback>> kFeedbacks{
@@ -63,12 +47,6 @@ std::vector<std::string_view> format_names() {
   std::vector<std::string_view> all;
   for (Wire wire : wire_formats()) all.emplace_back(wire->name);
   return all;
-}
-
-Wire wire_named(std::string_view text, std::string_view name) {
-  if (const Wire wire = find_wire_format(name)) return wire;
-  bad(text, fmt::format("wire='{}' is not one of {}{}", name, fmt::join(format_names(), "|"),
-                        suggestion(name, format_names())));
 }
 
 // Returns the formats that residual= accepts. The blocks of these formats are contiguous, so that parts of a
@@ -194,13 +172,17 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
   Options options;
   const auto word = [&](const char* key, auto& field, const auto& choices) {
     options[key] = [text, key, &field, choices](std::string_view v) {
-      field = choose(text, key, v, choices);
+      const auto found = std::ranges::find(choices, v, [](const auto& choice) { return choice.first; });
+      if (found == choices.end()) bad(text, fmt::format("{}='{}' is not one of {}", key, v, words(choices)));
+      field = found->second;
     };
   };
   const auto numeric = [&](const char* key, auto& field, auto least, auto most) {
     using Number = std::decay_t<decltype(field)>;
-    options[key] = [text, key, &field, least, most](std::string_view v) {
-      field = number<Number>(text, key, v, least, most);
+    options[key] = [text, key, &field, least = Number{least}, most = Number{most}](std::string_view v) {
+      const auto number = parse_number(v, least, most);
+      if (!number) bad(text, fmt::format("{}='{}' is not a number from {} to {}", key, v, least, most));
+      field = *number;
     };
   };
   ResidualPolicy& policy = spec.policy;
@@ -221,7 +203,13 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
   }
   if (codec || spec.wire->stochastic) word("round", rounding, kRoundings);
   if (!codec) return options;
-  options["wire"] = [&spec, text](std::string_view v) { spec.wire = wire_named(text, v); };
+  options["wire"] = [&spec, text](std::string_view v) {
+    spec.wire = find_wire_format(v);
+    if (spec.wire == nullptr) {
+      bad(text, fmt::format("wire='{}' is not one of {}{}", v, fmt::join(format_names(), "|"),
+                            suggestion(v, format_names())));
+    }
+  };
   numeric("seed", spec.seed, uint64_t{0}, ~uint64_t{0} >> 1);
   if (spec.method == CompressionSpec::Method::randk) {
     numeric("ratio", spec.ratio, 1e-6, 1.0);
@@ -268,8 +256,8 @@ void apply(CompressionSpec& spec, std::string_view text, std::string_view method
   spec.wire = intern_wire_format(*variant);
 }
 
-// Throws BadInput if rounding, error feedback and format do not fit together.
-void check_error_feedback(const CompressionSpec& spec, std::string_view text, bool fed_back) {
+// Throws BadInput if rounding, error feedback, schedule and format do not fit together.
+void check(const CompressionSpec& spec, std::string_view text, bool fed_back) {
   if (spec.rounding == Rounding::stochastic && !spec.wire->stochastic) {
     std::vector<std::string> others;
     for (Wire wire : wire_formats()) {
@@ -292,10 +280,6 @@ void check_error_feedback(const CompressionSpec& spec, std::string_view text, bo
   if (spec.alternate && !spec.warm) {
     bad(text, "alternate=on needs warm=on: a step projects with the factor that the previous step summed");
   }
-}
-
-// Throws BadInput if schedule and format do not fit together.
-void check_schedule(const CompressionSpec& spec, std::string_view text) {
   if (spec.schedule == ScheduleKind::nccl && !spec.wire->exact) {
     bad(text,
         fmt::format("schedule=nccl adds FP32, not {}: NCCL would add rounded values and round each partial "
@@ -339,8 +323,7 @@ CompressionSpec CompressionSpec::parse(std::string_view text, bool fed_back) {
   spec.dense = default_dense(spec.wire);
   if (dense) spec.dense = dense_names(text, *dense, spec.dense);
   spec.rounding = rounding.value_or(spec.wire->rounding);
-  check_error_feedback(spec, text, fed_back);
-  check_schedule(spec, text);
+  check(spec, text, fed_back);
   return spec;
 }
 

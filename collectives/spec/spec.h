@@ -20,7 +20,7 @@ namespace gradwire {
 
 struct ResidualPolicy {
   // on: the errors of a step are added to the next step's gradient. ef21: ranks send the difference from an
-  // estimate of their gradient (policy_codec.cpp).
+  // estimate of their gradient (pipeline.h).
   enum class Feedback : uint8_t { off, on, ef21 };
   Feedback feedback = Feedback::on;
   double decay = 1.0;  // ef_decay: the share of the residual that is added to the next step's gradient

@@ -20,6 +20,7 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/plan/planner.h"
 #include "collectives/program/program.h"
+#include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/transport.h"
 #include "integrations/nccl/decide.h"
 #include "runtime/util/environment.h"
@@ -240,7 +241,8 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
     // communicator.
     : settings_(settings),
       device_(device),
-      comm_(Communicator::adopt_nccl(comm, device, std::chrono::milliseconds(0))),
+      comm_(std::make_unique<Communicator>(
+          adopt_nccl_communicator(comm, device, std::chrono::milliseconds(0)))),
       setup_(Stream::create(Device::cuda(device), "set-up")),
       programs_(kMaxPrograms, [this](size_t bytes) { return Buffer::in_order(setup_, bytes); }) {
   const int world = comm_->world();
@@ -261,9 +263,8 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
   if (settings.ranks_per_node > 0 && world % settings.ranks_per_node == 0)
     comm_->set_ranks_per_node(settings.ranks_per_node);
   try {
-    const ScheduleRequest request = schedule_request(settings.spec);
-    planner_.emplace(request, world, comm_->ranks_per_node(), comm_->link_costs(setup_, request),
-                     kAutomaticSlices);
+    planner_.emplace(settings.spec, Collective::allreduce, world, comm_->ranks_per_node(),
+                     comm_->link_costs(setup_, settings.spec.schedule), kAutomaticSlices);
   } catch (const BadInput& error) {  // every rank gets the same error
     description_ = fmt::format("off on this communicator: {}", error.what());
     return;

@@ -24,7 +24,7 @@ GW_HD float multiply_add(float a, float b, float c, float d = 1.0f) {
 #endif
 }
 
-// Passes of error feedback's policies around a bucket's collective (policy_codec.cpp), with the same bits on
+// Passes of error feedback's policies around a bucket's collective (pipeline.h), with the same bits on
 // every device.
 //
 // EF21: each rank has an estimate of its gradient g, stored as the mean h of all ranks' estimates plus the

@@ -1,5 +1,5 @@
 // dense=: named tensors are averaged in FP32, and other tensors are unaffected.
-#include "collectives/codec/policy_codec.h"
+#include "collectives/codec/codec.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>

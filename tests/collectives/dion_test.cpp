@@ -192,7 +192,8 @@ TEST_P(DionTest, MomentumContinuesInAnotherWorld) {
         if (state.kind == kResidualKind) {
           sum.clear();
           for (int from : merged_ranks(comm.rank(), world, 4)) {
-            add_residual(sum, saved[static_cast<size_t>(from)].values[{state.tensor, state.kind}]);
+            const auto& theirs = saved[static_cast<size_t>(from)].values[{state.tensor, state.kind}];
+            add_residual(sum, theirs.data(), std::ssize(theirs));
           }
         }
         state.write(rank.stream, 0, std::as_bytes(std::span<const float>(sum)));

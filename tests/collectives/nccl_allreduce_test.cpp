@@ -229,7 +229,7 @@ LinkCosts costs_with(LinkCosts::Pattern library) {
 
 SchedulePlanner::Choice choose(const std::string& spec, int world, const LinkCosts& costs, int64_t count,
                                Wire wire) {
-  return SchedulePlanner(schedule_request(CompressionSpec::parse(spec)), world, 0, costs, kSliceBytes)
+  return SchedulePlanner(CompressionSpec::parse(spec), Collective::allreduce, world, 0, costs, kSliceBytes)
       .choose(count, wire);
 }
 
@@ -253,11 +253,10 @@ TEST(NcclAllreduce, AutoChoosesItWhenMeasuredMuchFaster) {
   EXPECT_EQ(choose("fp32", 4, unknown, kMuch, kFp32).schedule.kind, ScheduleKind::two_shot);
 
   for (Collective half : {Collective::reduce_scatter, Collective::all_gather, Collective::broadcast}) {
-    EXPECT_NE(SchedulePlanner({.kind = ScheduleKind::automatic, .collective = half}, 4, 0, fast, kSliceBytes)
-                  .choose(kMuch, kFp32)
-                  .schedule.kind,
-              ScheduleKind::nccl);
-    EXPECT_THROW(SchedulePlanner({.kind = ScheduleKind::nccl, .collective = half}, 4, 0, fast, kSliceBytes),
+    EXPECT_NE(
+        SchedulePlanner(CompressionSpec(), half, 4, 0, fast, kSliceBytes).choose(kMuch, kFp32).schedule.kind,
+        ScheduleKind::nccl);
+    EXPECT_THROW(SchedulePlanner(CompressionSpec::parse("fp32:schedule=nccl"), half, 4, 0, fast, kSliceBytes),
                  BadInput);
   }
 }
@@ -280,7 +279,7 @@ TEST(NcclAllreduce, MeasuresItsCostWithTheLinks) {
   EXPECT_EQ(over_nccl(world, 20s,
                       [&](Communicator& comm) {
                         const Stream stream = Stream::create(Device::host(), "test");
-                        costs[comm.rank()] = comm.link_costs(stream, {});
+                        costs[comm.rank()] = comm.link_costs(stream, ScheduleKind::automatic);
                       }),
             no_errors(3));
   for (const LinkCosts& c : costs) {
@@ -294,7 +293,7 @@ TEST(NcclAllreduce, MeasuresItsCostWithTheLinks) {
   // Costs measured over NCCL, for example from a checkpoint, do not apply to another transport.
   auto alone = Communicator::create_single(Device::host());
   alone->set_link_costs(costs[0]);
-  EXPECT_FALSE(alone->link_costs(Stream::immediate_host(), {}).library_measured);
+  EXPECT_FALSE(alone->link_costs(Stream::immediate_host(), ScheduleKind::automatic).library_measured);
 }
 
 }  // namespace

@@ -22,7 +22,8 @@ using Pattern = LinkCosts::Pattern;
 
 SchedulePlanner::Choice choose(const std::string& spec, int world, int per_node, const LinkCosts& costs,
                                int64_t count, Wire wire) {
-  return SchedulePlanner(schedule_request(CompressionSpec::parse(spec)), world, per_node, costs, kSliceBytes)
+  return SchedulePlanner(CompressionSpec::parse(spec), Collective::allreduce, world, per_node, costs,
+                         kSliceBytes)
       .choose(count, wire);
 }
 ScheduleKind chosen(const std::string& spec, int world, int per_node, const LinkCosts& costs, int64_t count,
@@ -117,8 +118,7 @@ TEST(Planner, ExplainsItsChoiceInEveryWorld) {
 
 SchedulePlanner::Choice choose_for(Collective collective, int world, int per_node, const LinkCosts& costs,
                                    int64_t count, const Shards& shards = {}) {
-  return SchedulePlanner({.kind = ScheduleKind::automatic, .collective = collective}, world, per_node, costs,
-                         kSliceBytes)
+  return SchedulePlanner(CompressionSpec(), collective, world, per_node, costs, kSliceBytes)
       .choose(count, kFp32, shards);
 }
 
@@ -131,7 +131,7 @@ TEST(Planner, CostsFollowTheShards) {
   // Even shards take one round of 100 us, and 3 MB (3/4 of 4 MB) at 1 GB/s. With all elements on one rank,
   // that rank receives 12 MB: 4 MB from each other rank, in two slices.
   EXPECT_NEAR(even.predicted_us, 3100, 1);
-  EXPECT_NEAR(SchedulePlanner({.kind = ScheduleKind::two_shot, .collective = Collective::reduce_scatter}, 4,
+  EXPECT_NEAR(SchedulePlanner(CompressionSpec::parse("fp32:schedule=two_shot"), Collective::reduce_scatter, 4,
                               0, costs, kSliceBytes)
                   .choose(1'000'000, kFp32, {0, 0, 1'000'000, 0})
                   .predicted_us,
@@ -206,11 +206,11 @@ std::vector<std::unique_ptr<Communicator>> measuring_ranks(int world, std::chron
 TEST(Planner, SlowLinksEndTheMeasurementAfterFewBytes) {
   const EmulatedLink link = EmulatedLink::parse("2Mbit");
   for (const auto& [timeout, seconds] : {std::pair{60s, 0.3}, std::pair{2s, 0.1}}) {
-    run_local_ranks(measuring_ranks(4, timeout, link),
-                    [&, most = 1.5 * seconds * 2e6 / 8](Communicator& comm) {
-                      EXPECT_TRUE(comm.link_costs(Stream::create(comm.device(), "test"), {}).measured);
-                      EXPECT_LT(static_cast<double>(comm.bytes_sent()), most);
-                    });
+    run_local_ranks(measuring_ranks(4, timeout, link), [&,
+                                                        most = 1.5 * seconds * 2e6 / 8](Communicator& comm) {
+      EXPECT_TRUE(comm.link_costs(Stream::create(comm.device(), "test"), ScheduleKind::automatic).measured);
+      EXPECT_LT(static_cast<double>(comm.bytes_sent()), most);
+    });
   }
 }
 
@@ -246,9 +246,9 @@ TEST(Planner, GroupsThatFollowKeepTheCostsThatAllRanksKnow) {
         const auto next = comm.split(comm.rank() < world ? 0 : -1, -comm.rank());
         if (next == nullptr) return;
         const Stream stream = Stream::create(comm.device(), "test");
-        EXPECT_EQ(next->link_costs(stream, {}) == known, knowing == 4 && world == 4);
+        EXPECT_EQ(next->link_costs(stream, ScheduleKind::automatic) == known, knowing == 4 && world == 4);
         EXPECT_EQ(next->bytes_sent() < 10'000, knowing == 4 && world == 4);
-        const LinkCosts& costs = next->link_costs(stream, {});
+        const LinkCosts& costs = next->link_costs(stream, ScheduleKind::automatic);
         for (const double latency :
              all_gather_value(next->transport(), stream, costs.neighbour.latency_us, "latencies")) {
           EXPECT_EQ(latency, costs.neighbour.latency_us);

@@ -147,7 +147,7 @@ inline std::vector<float> shard_of(const Schedule& s, int rank, const std::vecto
   std::vector<float> shard;
   for (int c = 0; c < s.chunks; ++c) {
     if (s.owner[c] != rank) continue;
-    const ChunkRange range = chunk_range(std::ssize(whole), s.chunks, c, granularity);
+    const ElementRange range = chunk_range(std::ssize(whole), s.chunks, c, granularity);
     shard.insert(shard.end(), whole.begin() + range.begin, whole.begin() + range.end);
   }
   return shard;

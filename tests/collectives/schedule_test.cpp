@@ -129,7 +129,7 @@ TEST(Schedule, ChunksFollowShards) {
   const Shards shards = {100, 0, 7, 1000};
   for (const Schedule& s :
        {reduce_scatter(ring(4)), all_gather(pipelined(two_shot(4), 3)), reduce_scatter(hierarchical(2, 2))}) {
-    const std::vector<ChunkRange> ranges = chunk_ranges(s, 1107, shards);
+    const std::vector<ElementRange> ranges = chunk_ranges(s, 1107, shards);
     int64_t begin = 0;
     for (int r = 0; r < 4; ++r) {
       int64_t at = begin;

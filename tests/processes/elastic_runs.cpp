@@ -48,7 +48,7 @@ std::unique_ptr<Communicator> join(const Me& me) {
   options.group = {
       .rendezvous = me.rendezvous, .rank = me.rank, .world = me.world, .timeout = me.timeout, .joining = 60s};
   options.shrinkable = true;
-  return Communicator::create_tcp(options);
+  return std::make_unique<Communicator>(make_tcp_transport(options));
 }
 
 std::function<std::string()> invitation_of(const std::string& members) {
@@ -65,7 +65,8 @@ std::unique_ptr<Communicator> join_later(const std::string& members, const std::
                                          std::chrono::milliseconds timeout) {
   TcpOptions options;
   options.group.timeout = timeout;
-  return Communicator::join_tcp(options, {.invitation = invitation_of(members), .about = about});
+  return std::make_unique<Communicator>(
+      join_tcp_transport(options, {.invitation = invitation_of(members), .about = about}));
 }
 
 std::vector<std::string> lines_with(const std::string& word, const std::string& text) {

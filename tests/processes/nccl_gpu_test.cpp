@@ -55,8 +55,8 @@ std::unique_ptr<Communicator> join(const Me& me, bool shrinkable = false) {
     setenv(name, value, 1);
   }
   unsetenv("CUDA_LAUNCH_BLOCKING");
-  return Communicator::create_nccl(
-      {.group = {me.rendezvous, me.rank, me.world, me.timeout}, .device = 0, .shrinkable = shrinkable});
+  return std::make_unique<Communicator>(make_nccl_transport(
+      {.group = {me.rendezvous, me.rank, me.world, me.timeout}, .device = 0, .shrinkable = shrinkable}));
 }
 
 constexpr int64_t kCount = 4099;

@@ -101,7 +101,7 @@ void train(const std::string& rendezvous, int rank, int world, const std::string
   std::this_thread::sleep_for(rank * 50ms);
   GroupOptions group = group_of(rendezvous, rank, world, "the run's secret");
   group.interface = interface;
-  auto comm = Communicator::create_tcp({.group = group});
+  auto comm = std::make_unique<Communicator>(make_tcp_transport({.group = group}));
   Stream stream = Stream::create(Device::host(), "test");
   Reducer reducer(*comm, CompressionSpec::parse("fp32:schedule=ring"), {{"all", {3000}}}, {});
   for (int step = 0; step < 20; ++step) {

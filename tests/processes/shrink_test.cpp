@@ -169,7 +169,7 @@ RANK_PROGRAM(Survives) {
   joining.group = {
       .rendezvous = me.rendezvous, .rank = me.rank, .world = me.world, .timeout = me.timeout, .joining = 60s};
   joining.shrinkable = true;
-  auto comm = Communicator::create_tcp(joining);
+  auto comm = std::make_unique<Communicator>(make_tcp_transport(joining));
   std::vector<int> ranks(me.world);
   std::iota(ranks.begin(), ranks.end(), 0);
   bool doomed = false;  // this process will end during a regrouping

@@ -94,7 +94,7 @@ RANK_PROGRAM(Soaked) {
   joining.group = {me.rendezvous, me.rank, me.world, me.timeout, me.timeout};
   if (fault == "corrupted_payload") setenv("GRADWIRE_VERIFY_PAYLOAD", "1", 1);
   if (culprit) break_before_joining(fault, after);
-  auto comm = Communicator::create_tcp(joining);
+  auto comm = std::make_unique<Communicator>(make_tcp_transport(joining));
   Stream stream = Stream::create(Device::host(), "test");
   for (int call = 1; call <= kCalls; ++call) {
     Call c{me.number("count"),

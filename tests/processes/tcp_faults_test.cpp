@@ -53,7 +53,7 @@ RANK_PROGRAM(Faulty) {
   TcpOptions joining;
   joining.group = {me.rendezvous, me.rank, me.world, me.timeout, 60s};
   if (fault == "corrupted_payload") setenv("GRADWIRE_VERIFY_PAYLOAD", "1", 1);
-  auto comm = Communicator::create_tcp(joining);
+  auto comm = std::make_unique<Communicator>(make_tcp_transport(joining));
   Stream stream = Stream::create(Device::host(), "test");
   if (culprit && fault == "killed_at_any_time") {
     std::thread([after = std::chrono::microseconds(me.number("after_us"))] {

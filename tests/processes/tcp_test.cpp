@@ -26,7 +26,7 @@ using namespace std::chrono_literals;
 std::unique_ptr<Communicator> join(const Me& me) {
   TcpOptions options;
   options.group = {me.rendezvous, me.rank, me.world, me.timeout};
-  return Communicator::create_tcp(options);
+  return std::make_unique<Communicator>(make_tcp_transport(options));
 }
 
 void check(bool condition, const std::string& what) {

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "collectives/codec/codec.h"
+#include "collectives/codec/pipeline.h"
 #include "collectives/program/program.h"
 
 namespace gradwire::testing {
@@ -15,20 +15,20 @@ namespace gradwire::testing {
 class OwnCodec final : public Codec {
  public:
   explicit OwnCodec(const BucketContext& c)
-      : inner_(make_wire_codec(c)),
+      : inner_(c),
         tensors_(c.tensors),
         gradients_(c.gradients),
         velocity_(static_cast<size_t>(c.elements)),
         seen_(2 * c.tensors.size(), static_cast<int16_t>(100 * c.transport->rank())) {}
 
-  size_t workspace_bytes() const override { return inner_->workspace_bytes(); }
-  void bind(void* workspace) override { inner_->bind(workspace); }
+  size_t workspace_bytes() const override { return inner_.workspace_bytes(); }
+  void bind(void* workspace) override { inner_.bind(workspace); }
   void rebind(float* gradients) override {
     gradients_ = gradients;
-    inner_->rebind(gradients);
+    inner_.rebind(gradients);
   }
   void run(const Stream& stream, int64_t step, BucketPhases& phases) override {
-    inner_->run(stream, step, phases);
+    inner_.run(stream, step, phases);
     stream.submit([this, gradients = gradients_] {
       for (const BucketTensor& t : tensors_) {
         for (int64_t i = t.offset; i < t.offset + t.count(); ++i) {
@@ -39,7 +39,7 @@ class OwnCodec final : public Codec {
       for (int16_t& seen : seen_) ++seen;
     });
   }
-  Residual* residual() override { return inner_->residual(); }
+  Residual* residual() override { return inner_.residual(); }
   std::vector<TensorState> tensor_state() override {
     std::vector<TensorState> all;
     for (size_t t = 0; t < tensors_.size(); ++t) {
@@ -59,13 +59,13 @@ class OwnCodec final : public Codec {
     return all;
   }
   int64_t state_bytes() const override {
-    return inner_->state_bytes() + static_cast<int64_t>(velocity_.size() * 8 + seen_.size() * 2);
+    return inner_.state_bytes() + static_cast<int64_t>(velocity_.size() * 8 + seen_.size() * 2);
   }
   std::string describe() const override { return "a test's own codec"; }
-  std::vector<PlannedAllreduce> plan() const override { return inner_->plan(); }
+  PlannedAllreduces plan() const override { return inner_.plan(); }
 
  private:
-  std::unique_ptr<Codec> inner_;
+  BucketPipeline inner_;
   std::vector<BucketTensor> tensors_;
   float* gradients_;
   std::vector<double> velocity_;

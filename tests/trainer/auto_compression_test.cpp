@@ -10,7 +10,7 @@
 #include <limits>
 #include <random>
 
-#include "collectives/codec/policy_codec.h"
+#include "collectives/codec/codec.h"
 #include "collectives/communicator/communicator.h"
 #include "tests/support/expect.h"
 #include "tests/trainer/files.h"

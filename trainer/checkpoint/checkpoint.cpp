@@ -13,6 +13,7 @@
 #include <set>
 
 #include "collectives/agreement/statements.h"
+#include "collectives/reducer/snapshot.h"
 #include "runtime/device/device.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/log/records.h"
@@ -154,7 +155,7 @@ void check_names(const SafetensorsReader& file, const std::vector<VitParameter>&
 
 Json about_file(const RankState& rank, const TrainConfig& config, const Position& position) {
   // The reducer's constructor has measured the costs if there is a choice, so this call does not measure.
-  const LinkCosts& links = rank.comm.link_costs(rank.stream, {.kind = config.compression.schedule});
+  const LinkCosts& links = rank.comm.link_costs(rank.stream, config.compression.schedule);
   return about_file(config, position, rank.comm.rank(), links.measured ? &links : nullptr);
 }
 
@@ -275,53 +276,6 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
   return saved;
 }
 
-namespace {
-
-// Sets each residual to the sum of the residuals in `files`. Returns true if a residual went to the
-// reducer's gradients.
-bool restore_residuals(const RankState& rank, const std::vector<TensorState>& states, bool same_codec,
-                       const std::vector<std::unique_ptr<SafetensorsReader>>& files) {
-  std::vector<const TensorState*> residual(rank.parameters.size());
-  for (const TensorState& state : states) {
-    if (state.kind == kResidualKind && same_codec) residual[static_cast<size_t>(state.tensor)] = &state;
-  }
-  std::vector<std::vector<float>> left(rank.parameters.size());
-  bool left_over = false;
-  for (size_t i = 0; i < rank.parameters.size(); ++i) {
-    const VitParameter& p = rank.parameters[i];
-    std::vector<float> sum;
-    for (const auto& file : files) {
-      const Tensor* tensor = file->find(fmt::format("{}.{}", kResidualKind, p.name));
-      if (tensor == nullptr) continue;
-      require_sound(tensor->shape == p.shape && tensor->dtype == "F32", *file,
-                    "'{}' has another shape or type", tensor->name);
-      std::vector<float> values(static_cast<size_t>(tensor->elements));
-      file->read(*tensor, 0, values);
-      add_residual(sum, values);
-    }
-    if (sum.empty()) continue;
-    if (residual[i] != nullptr) {
-      const FinishOnError finish(rank.stream);
-      residual[i]->write(rank.stream, 0, std::as_bytes(std::span<const float>(sum)));
-      rank.stream.synchronize();
-    } else if (std::any_of(sum.begin(), sum.end(), [](float x) { return x != 0.0f; })) {
-      left_over = true;
-      left[i] = std::move(sum);
-    }
-  }
-  if (!left_over) return false;
-  float* const to = rank.reducer.gradients().as<float>();
-  fill_zero(rank.stream, to, static_cast<size_t>(rank.layout.elements) * sizeof(float));
-  for (size_t i = 0; i < left.size(); ++i) {
-    if (!left[i].empty()) {
-      to_device(rank.stream, to + rank.layout.offsets[i], std::span<const float>(left[i]));
-    }
-  }
-  return true;
-}
-
-}  // namespace
-
 bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const CheckpointHead& head) {
   rank.stream.synchronize();  // an exception below may free memory that the stream still uses
   const int world = rank.comm.world(), me = rank.comm.rank();
@@ -375,9 +329,23 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
       if (mine && head.world == world) restore_state(file, state);
     }
   }
+  Residuals residuals;
+  for (size_t i = 0; i < rank.parameters.size(); ++i) {
+    const VitParameter& p = rank.parameters[i];
+    for (const auto& file : files) {
+      const Tensor* tensor = file->find(fmt::format("{}.{}", kResidualKind, p.name));
+      if (tensor == nullptr) continue;
+      require_sound(tensor->shape == p.shape && tensor->dtype == "F32", *file,
+                    "'{}' has another shape or type", tensor->name);
+      std::vector<float> values(static_cast<size_t>(tensor->elements));
+      file->read(*tensor, 0, values);
+      add_residual(residuals[i], values.data(), tensor->elements);
+    }
+  }
   // Dion's residual is the momentum, for any rank and format.
   const bool both_dion = config.uses_dion() && head.compression.starts_with("dion:");
-  const bool left_over = restore_residuals(rank, states, same_codec || both_dion, files);
+  const bool left_over =
+      load_residuals(rank.stream, rank.reducer, std::move(residuals), same_codec || both_dion);
   rank.reducer.resume_at(head.position.step);
   return left_over;
 }

@@ -298,8 +298,10 @@ std::unique_ptr<Communicator> join(const Launch& launch, TcpOptions options, Dev
   options.group.rank = launch.rank;
   options.group.world = launch.world;
   try {
-    if (device.is_cuda()) return Communicator::create_nccl({.group = options.group, .device = device.index});
-    return Communicator::create_tcp(options);
+    if (device.is_cuda())
+      return std::make_unique<Communicator>(
+          make_nccl_transport({.group = options.group, .device = device.index}));
+    return std::make_unique<Communicator>(make_tcp_transport(options));
   } catch (const CommError& error) {
     const std::string text = error.what();
     const bool not_there = text.find("cannot listen on") != std::string::npos ||
@@ -330,16 +332,17 @@ Launch launch_of_joiner(const std::string& path) {
 
 std::unique_ptr<Communicator> join_members(const RunOptions& options, const std::string& about) {
   const auto link = options.link_text ? EmulatedLink::parse(*options.link_text) : EmulatedLink{};
-  return Communicator::join_tcp(tcp_options(options.rendezvous, options.timeout_s, link),
-                                {.invitation =
-                                     [path = options.join] {
-                                       try {
-                                         return read_members(path).invitation;
-                                       } catch (const BadInput&) {  // the run has ended or has not begun yet
-                                         return std::string();
-                                       }
-                                     },
-                                 .about = about});
+  return std::make_unique<Communicator>(
+      join_tcp_transport(tcp_options(options.rendezvous, options.timeout_s, link),
+                         {.invitation =
+                              [path = options.join] {
+                                try {
+                                  return read_members(path).invitation;
+                                } catch (const BadInput&) {  // the run has ended or has not begun yet
+                                  return std::string();
+                                }
+                              },
+                          .about = about}));
 }
 
 int threads_of_share(const Launch& launch, int cpus, int of, int quota) {

@@ -44,7 +44,7 @@ std::unique_ptr<Communicator> join(const RunOptions& options, const TrainConfig&
 // the run's world size at launch. Throws BadInput if the file cannot be read.
 Launch launch_of_joiner(const std::string& path);
 // Sends `about` to the run of --join, and blocks until the run admits this process: see
-// Communicator::join_tcp().
+// join_tcp_transport().
 std::unique_ptr<Communicator> join_members(const RunOptions& options, const std::string& about);
 
 // Divides the machine's cores among its processes, unless the launcher has bound each process to separate

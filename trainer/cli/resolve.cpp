@@ -5,7 +5,7 @@
 #include <cmath>
 #include <filesystem>
 
-#include "collectives/codec/policy_codec.h"
+#include "collectives/codec/codec.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"

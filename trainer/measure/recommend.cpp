@@ -9,7 +9,6 @@
 #include <set>
 
 #include "collectives/codec/codec.h"
-#include "collectives/codec/policy_codec.h"
 #include "collectives/plan/planner.h"
 #include "collectives/program/program.h"
 #include "collectives/reducer/choose.h"
@@ -129,7 +128,7 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
 }
 
 Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t bucket_mb) {
-  const SchedulePlanner planner(schedule_request(CompressionSpec::parse(text)), costs.world,
+  const SchedulePlanner planner(CompressionSpec::parse(text), Collective::allreduce, costs.world,
                                 costs.ranks_per_node, costs.links, kSliceBytes);
   return predict_step(costs, text, bucket_mb, [&](int64_t count, Wire wire) {
     const SchedulePlanner::Choice choice = planner.choose(count, wire);

@@ -354,14 +354,14 @@ namespace {
 
 using Rounds = std::vector<std::vector<Flow>>;
 
-class FlowSink final : public TransferSink {
+class FlowSink {
  public:
   explicit FlowSink(int period) : period_(period) {}
-  void begin(const Schedule& given, int count) override {
+  void begin(const Schedule& given, int count) {
     outline = given;
     rounds.resize(outline.world == 1 ? 0 : count);
   }
-  void add(int round, int from, int to, int, Step::Kind, bool intra_node) override {
+  void add(int round, int from, int to, bool intra_node) {
     if (from >= period_) return;
     std::vector<Flow>& flows = rounds[round];
     // Chunks of one message come one after another in the schedules with many chunks per message.
@@ -420,7 +420,10 @@ bool is_symmetric(ScheduleKind kind) {
 
 FlowRounds flow_rounds(ScheduleKind kind, const Fabric& fabric, int slices) {
   FlowSink sink(fabric.period());
-  emit_schedule(kind, fabric.ranks(), {.nodes = 0, .per_node = fabric.per_node()}, sink);
+  emit_schedule(kind, fabric.ranks(), {.nodes = 0, .per_node = fabric.per_node()},
+                {.begin = [&](const Schedule& outline, int rounds) { sink.begin(outline, rounds); },
+                 .add = [&](int round, int from, int to, int, Step::Kind,
+                            bool intra_node) { sink.add(round, from, to, intra_node); }});
   return collect(std::move(sink), slices);
 }
 
@@ -431,7 +434,7 @@ FlowRounds flow_rounds(const Schedule& schedule) {
   for (int k = 0; k < schedule.num_rounds(); ++k) {
     for (int r = 0; r < schedule.world; ++r) {
       for (const Step& step : schedule.rounds[r][k]) {
-        if (step.kind == Step::Kind::send) sink.add(k, r, step.peer, step.chunk, step.kind, step.intra_node);
+        if (step.kind == Step::Kind::send) sink.add(k, r, step.peer, step.intra_node);
       }
     }
   }

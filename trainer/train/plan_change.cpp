@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "collectives/agreement/statements.h"
-#include "collectives/codec/policy_codec.h"
+#include "collectives/codec/codec.h"
 #include "runtime/device/device.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
@@ -71,9 +71,7 @@ bool PlanChange::restore(const RankState& rank, const CompressionSpec& to) const
   for (size_t i = 0; i < moments.size(); ++i) put(rank.moments[i].values.data, moments[i]);
   rank.reducer.resume_at(position.step);
 
-  return codecs.restore(
-      stream, rank.reducer, rank.comm.world(),
-      to.loads_state_of(spec) ? ReducerSnapshot::Into::same_codec : ReducerSnapshot::Into::other_codec);
+  return codecs.restore(stream, rank.reducer, rank.comm.world(), to.loads_state_of(spec));
 }
 
 void PlanChange::free() {

@@ -27,7 +27,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
                   Communicator* comm = nullptr, const AutoPlan* plan = nullptr);
 
 // Joins a running job that was started with config.elastic. `config`: the job's settings, with as many ranks
-// as at launch. `join_group` (Communicator::join_tcp()) sends `about`, the description of this process's
+// as at launch. `join_group` (join_tcp_transport()) sends `about`, the description of this process's
 // settings and data, and blocks until the job admits the process. Returns and throws like run_training().
 // Throws BadInput if the job rejects the process.
 void join_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,

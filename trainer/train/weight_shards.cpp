@@ -44,10 +44,9 @@ WeightShards::WeightShards(const TrainConfig& config, Communicator& comm, const 
 }
 
 WeightShards::Programs WeightShards::programs(const TrainConfig& config, const Wire& wire) const {
-  ScheduleRequest request = schedule_request(config.compression);
-  request.collective = Collective::all_gather;
-  const SchedulePlanner planner(request, comm_.world(), comm_.ranks_per_node(),
-                                comm_.link_costs(stream_, request), 0);
+  const CompressionSpec& spec = config.compression;
+  const SchedulePlanner planner(spec, Collective::all_gather, comm_.world(), comm_.ranks_per_node(),
+                                comm_.link_costs(stream_, spec.schedule), 0);
   Programs made;
   int64_t packed = 0;
   for (size_t b = 0; b < reducer_.ranges().size(); ++b) {

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/codec/policy_codec.h"
+#include "collectives/codec/codec.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
 #include "collectives/reducer/reducer.h"

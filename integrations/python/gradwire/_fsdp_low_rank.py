@@ -11,7 +11,7 @@ takes the steps below. Replicas are the slow axis, the ranks of a replica the fa
 
 A rank sends rows / S * r and then columns * r / S elements over the slow axis. For a shard of columns P and Q
 swap their exchanges. All matrices of a parameter group travel together, with the first exchange also the other
-parameters. Factors, residuals and re-seeded columns are those of the library's PowerSGD (low_rank_codec.h) to
+parameters. Factors, residuals and re-seeded columns are those of the library's PowerSGD (low_rank_codec.cpp) to
 FP32 rounding. The library's own reducer needs whole matrices, which no rank has here.
 """
 from __future__ import annotations
