@@ -29,7 +29,8 @@ class Kernels(BenchTest):
     def test_every_op_has_a_case(self):
         declared = set()
         for header in (self.root / "kernels").rglob("*.h"):
-            declared |= set(re.findall(r"^GW_(?:TYPED_)?OP\((\w+),", header.read_text(), re.M))
+            declared |= set(re.findall(r"^(?:GW_(?:TYPED_)?OP|  (?:OP|PASS|FUSED|BY_HAND))\((\w+), \w+",
+                                       header.read_text(), re.M))
         blocks = (self.root / "kernels/wire/block_formats.h").read_text()
         declared |= {name + op for name in re.findall(r"\bFORMAT\(\w+, (\w+)\)", blocks)
                      for op in ("_reduce_encode", "_decode")}

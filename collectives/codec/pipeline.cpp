@@ -1,6 +1,7 @@
 #include "collectives/codec/pipeline.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -164,7 +165,7 @@ void BucketPipeline::add_policies(const BucketContext& c) {
     plain.name += ", before compression starts";
     plain_ = plan_format(plain, kFp32, nullptr);
   }
-  if (!c.shards.empty() && (estimates() || policy_.momentum > 0)) {
+  if (!c.shards.empty() && (estimates() || (policy_.momentum > 0 && elements_ > 0))) {
     throw BadInput(
         "compression spec '{}': {} needs the whole mean on every rank, but a sharded reducer gives each "
         "rank its part; use ef=on without momentum",
@@ -375,7 +376,7 @@ void BucketPipeline::count_used(const Stream& stream) {
   const auto is_nonzero = [](float value) { return value != 0.0f; };  // also NaN
   const auto is_used = [&](const float* values, int64_t count) {
     if (stream.device().is_host()) return std::any_of(values, values + count, is_nonzero);
-    std::vector<float> piece(kPiece);
+    std::array<float, kPiece> piece;
     for (int64_t at = 0; at < count; at += kPiece) {
       const int64_t part = std::min(kPiece, count - at);
       copy(stream, piece.data(), values + at, static_cast<size_t>(part) * sizeof(float));

@@ -27,8 +27,8 @@ constexpr size_t kChallenge = 32, kProof = sizeof(Digest);
 std::string random_bytes(size_t count) {
   std::string bytes(count, '\0');
   // getrandom() returns requests of up to 256 bytes whole, and without EINTR.
-  require<Error>(getrandom(bytes.data(), count, 0) == static_cast<ssize_t>(count),
-                 "no random numbers from the kernel: {}", std::strerror(errno));
+  const bool whole = getrandom(bytes.data(), count, 0) == static_cast<ssize_t>(count);
+  require<Error>(whole, "no random numbers from the kernel: {}", std::strerror(errno));
   return bytes;
 }
 

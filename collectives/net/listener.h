@@ -66,7 +66,11 @@ class Listener {
   const std::string& address() const { return address_; }
   const std::string& key() const { return credentials_.key; }
   const Socket& socket() const { return socket_; }
-  void close() { socket_.close(); }
+  // Stops listening, and hangs up on the callers that are still pending.
+  void close() {
+    pending_.clear();
+    socket_.close();
+  }
 
   // Appends the sockets to poll to `entries`. poll() must return within tick().
   void add_entries(std::vector<pollfd>& entries);
@@ -82,6 +86,8 @@ class Listener {
   }
   // Removes and returns the log's lines about rejected connections (see RejectedConnections).
   std::vector<std::string> take_log() { return std::exchange(log_, {}); }
+  // Returns why the system refused the latest connection; "" after a success.
+  const std::string& refusal() const { return refused_; }
   // Returns the reason if the system has refused connections for longer than kGrace, otherwise "".
   std::string refused() const {
     return !refused_.empty() && SteadyClock::now() >= refused_since_ + kGrace ? refused_ : "";
@@ -107,7 +113,7 @@ class Listener {
   Socket socket_;
   std::vector<Pending> pending_;  // in the order of arrival, oldest first
   size_t entry_ = 0;              // index of the socket's entry among the polled entries
-  std::string refused_;           // why the system refused the latest connection; "" after a success
+  std::string refused_;           // see refusal()
   SteadyClock::time_point refused_since_ = {}, paused_until_ = {};
   RejectedConnections rejected_;
   std::vector<std::string> log_;

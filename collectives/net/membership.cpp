@@ -155,6 +155,8 @@ void Membership::find_store(StoreLocation& location, const RendezvousCallbacks* 
     if (callbacks != nullptr && callbacks->given_up && callbacks->given_up()) {
       throw failure("one of the group's ranks is gone");
     }
+    const std::string refusal = server_ && now >= deadline ? server_->refusal() : "";
+    if (!refusal.empty()) throw failure("rank 0 " + refusal);
     require<CommError>(
         now < deadline,
         "rank {} did not reach rank 0 through {} within {} ms ({}); is rank 0 running, and {}?", rank(),

@@ -121,8 +121,8 @@ struct Admitted {
   std::string location = {};  // the location of the group's store
   // The joiner's quorum.
   std::shared_ptr<Quorum> quorum = nullptr;
-  // The connection to the rank that admits this process. If the connection closes before say_joined(), the
-  // group continues without this process.
+  // The connection to the rank that admits this process. If the connection closes before this process has
+  // sent `joined`, the group continues without this process.
   Socket host = {};
 
   // Encode and decode the members that describe the group.

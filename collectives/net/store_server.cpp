@@ -134,6 +134,10 @@ struct StoreServer::Loop {
       // After the group has formed, the server needs no other connection; new connections are rejected or
       // wait.
       if (!formed_at_ && !listener_.refused().empty()) fail("rank 0 " + listener_.refused());
+      {
+        std::lock_guard lock(mutex_);
+        refusal_ = listener_.refusal();
+      }
       remove_dead_peers();
       if (roll_due_at_ && !roll_is_over() && roll_.any(Presence::silent)) continue;
       for (const Waiting& caller : roll_callers_) reply(*caller.peer, caller.id, roll_.encode());
@@ -482,7 +486,7 @@ struct StoreServer::Loop {
   std::vector<std::deque<std::string>> messages_;  // by rank
   size_t message_bytes_ = 0;                       // bytes of all ranks' messages
   std::vector<Usage> usage_;
-  std::string failure_;
+  std::string failure_, refusal_;  // see StoreServer::failure(), refusal()
 };
 
 StoreServer::StoreServer(Socket listener, int world, const std::string& key, const std::string& job,
@@ -508,6 +512,11 @@ std::optional<std::string> StoreServer::take_message(int from, SteadyClock::time
 std::string StoreServer::failure() const {
   std::lock_guard lock(loop_->mutex_);
   return loop_->failure_;
+}
+
+std::string StoreServer::refusal() const {
+  std::lock_guard lock(loop_->mutex_);
+  return loop_->refusal_;
 }
 
 }  // namespace gradwire

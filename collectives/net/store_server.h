@@ -32,6 +32,9 @@ class StoreServer {
   std::optional<std::string> take_message(int from, SteadyClock::time_point deadline);
   // Returns the reason why the group has failed; "" if it has not.
   std::string failure() const;
+  // Returns why the system refused the latest connection, for example for lack of descriptors; "" after a
+  // success.
+  std::string refusal() const;
 
   // How long the server stays up after the destructor has been called.
   static constexpr std::chrono::milliseconds kLinger{2000};

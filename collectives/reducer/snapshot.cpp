@@ -33,7 +33,7 @@ double sum_of_squares(const float* values, size_t count) {
 
 void ReducerSnapshot::take(const Stream& stream, const Reducer& reducer, int world) {
   const std::vector<TensorState> states = reducer.tensor_state();
-  if (states_.size() != states.size()) {
+  if (!std::ranges::equal(states_, states, {}, &TensorState::bytes, &TensorState::bytes)) {
     states_ = states;
     begins_.clear();
     size_t end = 0;
@@ -67,7 +67,7 @@ double ReducerSnapshot::residual_norm() const {
 bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int world,
                               bool same_codec) const {
   const std::vector<TensorState> states = same_codec ? reducer.tensor_state() : std::vector<TensorState>();
-  Residuals residuals;
+  Residuals left;
   const FinishOnError finish(stream);
   for (size_t i = 0; i < states_.size(); ++i) {
     const TensorState& entry = states_[i];
@@ -82,13 +82,13 @@ bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int 
     if (to == states.end() && same_codec && world_ == world) {
       throw Error("ReducerSnapshot::restore: no place for '{}' of tensor {}", entry.kind, entry.tensor);
     }
-    if (entry.kind == kResidualKind) {
-      add_residual(residuals[static_cast<size_t>(entry.tensor)], values(i).data(), entry.count());
-    } else if (to != states.end()) {
+    if (to != states.end()) {
       to->write(stream, 0, values(i));
+    } else if (entry.kind == kResidualKind) {
+      add_residual(left[static_cast<size_t>(entry.tensor)], values(i).data(), entry.count());
     }
   }
-  return load_residuals(stream, reducer, std::move(residuals), same_codec);
+  return load_residuals(stream, reducer, std::move(left), false);
 }
 
 Residuals take_left_over(Residuals& residuals, const std::vector<TensorState>& states) {

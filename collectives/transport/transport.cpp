@@ -32,7 +32,7 @@ void Transport::allreduce(const Stream&, const float*, float*, int64_t, bool, ui
 }
 
 void Transport::send_message(const std::string&) {
-  take_message(0);
+  Transport::take_message(0);
 }
 
 std::string Transport::take_message(int) {
@@ -44,7 +44,7 @@ std::unique_ptr<Transport> Transport::regroup(milliseconds, std::vector<int>&) {
 }
 
 void Transport::open_admission(int, std::function<std::string(const std::string&)>) {
-  grow();
+  Transport::grow();
 }
 
 std::string Transport::invitation() const {
@@ -53,7 +53,7 @@ std::string Transport::invitation() const {
 }
 
 std::unique_ptr<Transport> Transport::grow() {
-  throw BadInput(invitation());
+  throw BadInput(Transport::invitation());
 }
 
 void require_regroupable(bool shrinkable, bool has_quorum) {

@@ -9,8 +9,8 @@
 // throws CommError and notifies the other ranks. Their pending and later exchanges also throw. On a host
 // stream, synchronize() throws the error.
 //
-// Some transports have further operations. On a transport that lacks an operation, the operation throws
-// BadInput that names the transport and the remedy.
+// Some transports have further operations. On a transport that lacks an operation, the operation throws an
+// error that names the transport and the remedy, unless its comment or its default says otherwise.
 #pragma once
 
 #include <atomic>

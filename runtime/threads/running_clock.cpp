@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <mutex>
 #include <new>
 
@@ -42,8 +43,10 @@ struct State {
 };
 
 State& state() {
-  static State& all = *new State;  // never destroyed: threads may read the clock while the process exits
-  return all;
+  // Needs no allocation, and is never destroyed: threads may read the clock while the process exits.
+  alignas(State) static std::byte memory[sizeof(State)];
+  static State* const all = new (memory) State;
+  return *all;
 }
 
 // Reads the time and detects a stop since the last reading. Returns the time. Requires the lock of `mutex`.
@@ -91,6 +94,7 @@ int64_t RunningClock::long_stops() noexcept {
 }
 
 RunningClock::Watch::Watch() : process_(getpid()) {
+  State& s = state();  // before the handler of forks, which uses it
   // A forked process lacks the parent's threads, and its copies of the mutexes may be locked.
   static const int forks = pthread_atfork(nullptr, nullptr, [] {
     const int64_t stopped = state().stopped, long_stops = state().long_stops;
@@ -98,7 +102,6 @@ RunningClock::Watch::Watch() : process_(getpid()) {
     fresh.stopped = stopped, fresh.long_stops = long_stops;
   });
   static_cast<void>(forks);
-  State& s = state();
   std::lock_guard lock(s.watches_mutex);
   if (s.watches == 0) {
     s.looked_at = steady_ns();

@@ -3,10 +3,12 @@
 #include "collectives/net/reach.h"
 
 #include <gtest/gtest.h>
+#include <poll.h>
 
 #include <atomic>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "collectives/net/listener.h"
 #include "collectives/net/membership.h"
@@ -202,6 +204,23 @@ TEST(Listening, AllAddressesMeansIPv4AndIPv6) {
     ASSERT_TRUE(accepted);
     EXPECT_EQ(accepted->peer_address(), address);
   }
+}
+
+TEST(Listening, HangsUpOnSilentCallersWhenItEnds) {
+  Listener listener(listen_on({"127.0.0.1", 0}), {"key", "test"});
+  std::string why;
+  const auto silent = try_connect({"127.0.0.1", local_port(listener.socket())}, in(5s), why);
+  ASSERT_TRUE(silent) << why;
+  ASSERT_TRUE(wait_readable(listener.socket().fd(), in(5s)));
+  std::vector<pollfd> entries;
+  listener.add_entries(entries);
+  poll(entries.data(), entries.size(), 0);
+  EXPECT_TRUE(listener.advance(entries, 2).empty());
+  char byte;
+  EXPECT_EQ(recv(silent->fd(), &byte, 1, MSG_DONTWAIT), -1) << "hung up before the end";
+  listener.close();
+  ASSERT_TRUE(wait_readable(silent->fd(), in(5s)));
+  EXPECT_EQ(recv(silent->fd(), &byte, 1, MSG_DONTWAIT), 0);
 }
 
 TEST(Listening, RejectsInvalidPortRanges) {

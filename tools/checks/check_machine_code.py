@@ -237,8 +237,11 @@ def table(all_: dict[str, Figures], budgets: dict[str, Budget], measured: dict[s
 
 
 def objects(build: pathlib.Path) -> list[pathlib.Path]:
-    return sorted(p for folder in ("kernels", "runtime", "collectives")
-                  for p in (build / folder).rglob("*.cu.o"))
+    """Returns the CUDA objects of the build's sources, without those of files that were moved or deleted."""
+    commands = json.loads((build / "compile_commands.json").read_text())
+    outputs = (re.search(r" -o ((?:kernels|runtime|collectives)/\S+\.cu\.o)", entry["command"])
+               for entry in commands)
+    return sorted(build / output[1] for output in outputs if output)
 
 
 def toolkit_of(build: pathlib.Path) -> str:

@@ -329,9 +329,12 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
       if (mine && head.world == world) restore_state(file, state);
     }
   }
-  Residuals residuals;
+  // Dion's residual is the momentum, for any rank and format.
+  const bool keeps = same_codec || (config.uses_dion() && head.compression.starts_with("dion:"));
+  Residuals left;  // one tensor at a time, because all residuals take as much memory as the model
   for (size_t i = 0; i < rank.parameters.size(); ++i) {
     const VitParameter& p = rank.parameters[i];
+    Residuals sum;
     for (const auto& file : files) {
       const Tensor* tensor = file->find(fmt::format("{}.{}", kResidualKind, p.name));
       if (tensor == nullptr) continue;
@@ -339,13 +342,12 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
                     "'{}' has another shape or type", tensor->name);
       std::vector<float> values(static_cast<size_t>(tensor->elements));
       file->read(*tensor, 0, values);
-      add_residual(residuals[i], values.data(), tensor->elements);
+      add_residual(sum[i], values.data(), tensor->elements);
     }
+    left.merge(take_left_over(sum, keeps ? states : std::vector<TensorState>()));
+    if (!sum.empty()) load_residuals(rank.stream, rank.reducer, std::move(sum), keeps);
   }
-  // Dion's residual is the momentum, for any rank and format.
-  const bool both_dion = config.uses_dion() && head.compression.starts_with("dion:");
-  const bool left_over =
-      load_residuals(rank.stream, rank.reducer, std::move(residuals), same_codec || both_dion);
+  const bool left_over = load_residuals(rank.stream, rank.reducer, std::move(left), false);
   rank.reducer.resume_at(head.position.step);
   return left_over;
 }

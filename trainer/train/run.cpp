@@ -63,6 +63,7 @@ void run_rank(TrainConfig config, const SharedRun& shared, Communicator& comm,
   } catch (const std::exception& error) {
     abort(error);
     if (trainer) trainer->keep_trace();
+    trainer.reset();  // outside of unwinding, in which host memory is released late (Buffer)
     throw;
   }
 }
@@ -216,8 +217,8 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   const auto fail = [&](int rank, const std::exception& error) {
     std::lock_guard lock(mutex);
     if (first) return;  // later errors are consequences of the first
-    first = std::current_exception();
     why = fmt::format("rank {} failed: {}", rank, text_of(error));
+    first = std::current_exception();
     reports.abort(why);
     for (auto& each : comms) each->abort(why);
   };

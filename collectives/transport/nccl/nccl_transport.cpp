@@ -77,6 +77,9 @@ std::string NcclTransport::compare_call(const std::string& what) {
                        fmt::format("waiting for rank {} to make this call", previous));
   } catch (const CommError& error) {
     failed = error.what();
+  } catch (...) {
+    comparing_ = false;
+    throw;
   }
   comparing_ = false;
   if (!failed.empty() || theirs == mine) return failed;

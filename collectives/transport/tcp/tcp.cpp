@@ -9,7 +9,6 @@
 #include <mutex>
 #include <optional>
 #include <set>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -51,8 +50,8 @@ struct CallHeader {
 };
 
 // Thrown if two ranks make different calls.
-struct Mismatch : std::runtime_error {
-  using std::runtime_error::runtime_error;
+struct Mismatch : Error {
+  using Error::Error;
 };
 
 // The transport of one rank. One thread at a time may make calls; the failure's functions run on any thread.
@@ -384,11 +383,11 @@ class TcpTransport final : public Transport {
   void compare(const CallHeader& mine, const CallHeader& theirs, int peer) const {
     require<Mismatch>(theirs.magic == CallHeader::kMagic,
                       "the message from rank {} is not a Gradwire header: it is corrupted", peer);
+    if (mine.sequence == theirs.sequence && mine.rolling == theirs.rolling) return;
     const bool alike = mine.sequence == theirs.sequence && mine.text() == theirs.text();
-    require<Mismatch>(mine.sequence == theirs.sequence && mine.rolling == theirs.rolling,
-                      "ranks disagree: rank {} makes call {}, {}; rank {} makes call {}, {}{}", rank(),
-                      mine.sequence, mine.text(), peer, theirs.sequence, theirs.text(),
-                      alike ? "; this call or an earlier one differs in something else" : "");
+    throw Mismatch("ranks disagree: rank {} makes call {}, {}; rank {} makes call {}, {}{}", rank(),
+                   mine.sequence, mine.text(), peer, theirs.sequence, theirs.text(),
+                   alike ? "; this call or an earlier one differs in something else" : "");
   }
 
   // Returns "waiting to receive 4096 bytes from rank 0 (3 receives and 2 sends pending, with ranks 0, 2)".
