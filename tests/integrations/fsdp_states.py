@@ -37,8 +37,8 @@ def states_continue_on_other_ranks_and_meshes() -> None:
     saves = not (folder / "saved").exists()
     dist.barrier()  # before a rank creates the file
     for kind, replicas in SAVED.items() if saves else LOADED[WORLD]:
-        # A matrix of 90 columns has shards of columns on 2 ranks and of rows on 4; no state is made for that.
-        for by_columns in (False, True)[:1 if not saves and kind == "hybrid" and WORLD == 4 else 2]:
+        # A matrix of 90 columns has shards of columns on 2 ranks and of rows on 4.
+        for by_columns in (False, True):
             run = Sharded(replicas_of(replicas) if replicas else None,
                           LOW_RANK if kind == "low_rank" else INT4, by_columns=by_columns)
             name = f"{folder}/{kind}-{by_columns}"

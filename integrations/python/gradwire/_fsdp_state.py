@@ -103,7 +103,9 @@ def chosen(states: Sequence[Dict[str, Any]], mine: Place, params: Dict[str, Any]
     saved = states[0]
     ranks = {_rank(s)[0]: s for s in states}
     saved_world, (rank, world) = _rank(saved)[1], _rank(mine)
-    same = all(saved[kind][1] == mine[kind][1] for kind in ("shard", "replica"))
+    same = all(saved[kind][1] == mine[kind][1] for kind in ("shard", "replica")) and all(
+        _dim(entry, params[name]) == params[name].fsdp_placement.dim
+        for name, entry in saved["tensors"].items() if "replica_residual" in entry)
     # Ranks whose residuals, and replicas whose residuals, this rank takes.
     from_ranks = range(rank, saved_world, world)
     shards = saved["shard"][1]
@@ -125,7 +127,8 @@ def chosen(states: Sequence[Dict[str, Any]], mine: Place, params: Dict[str, Any]
         for name, entry in ranks[r]["tensors"].items():
             kinds = ("residual",) if name in low_rank else ("residual", "replica_residual")
             if any(kind in entry for kind in kinds):
-                whole = folded({k: entry[k] for k in kinds if k in entry}, ranks[r]["shard"], params[name])
+                whole = folded({k: entry[k] for k in (*kinds, "dim") if k in entry}, ranks[r]["shard"],
+                               params[name])
                 merged = tensors.setdefault(name, {"steps": entry["steps"],
                                                    "residual": torch.zeros_like(whole)})
                 merged["residual"] += whole
@@ -133,8 +136,8 @@ def chosen(states: Sequence[Dict[str, Any]], mine: Place, params: Dict[str, Any]
         first = ranks[0]["tensors"][name]
         merged = tensors.setdefault(name, {"steps": first["steps"]})
         merged.update({k: first[k] for k in ("factor", "factor_steps") if k in first})
-        parts = [folded({"replica_residual": ranks[i * shards + s]["tensors"][name]["replica_residual"]},
-                        (s, shards), params[name])
+        parts = [folded({k: ranks[i * shards + s]["tensors"][name][k]
+                         for k in ("replica_residual", "dim") if k in first}, (s, shards), params[name])
                  for i in from_replicas for s in range(shards) if "replica_residual" in first]
         if parts:
             at, count = mine["shard"]
@@ -161,5 +164,10 @@ def folded(entry: Dict[str, Any], shard: Tuple[int, int], param: Any) -> torch.T
     if "replica_residual" in entry:
         flat = torch.zeros(rows, entry["replica_residual"].numel(), dtype=torch.float32, device="cpu")
         flat[rank] = rows * entry["replica_residual"]
-        whole += unpadded(flat, shape, param.fsdp_placement.dim)
+        whole += unpadded(flat, shape, _dim(entry, param))
     return whole
+
+
+def _dim(entry: Dict[str, Any], param: Any) -> int:
+    """Returns the dimension along which the parameter was sharded; that of `param` if a state lacks it."""
+    return int(entry.get("dim", param.fsdp_placement.dim))

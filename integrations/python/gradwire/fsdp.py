@@ -308,7 +308,7 @@ class Compression:
             of each other mesh dimension, such as tensor parallelism's: (rank, ranks)}, "parameters": names of
             parameters with error feedback, "tensors": {name: {"steps", "residual": float32 of the parameter's
             whole shape (with tensor parallelism, of this rank's part), and with HSDP "replica_residual":
-            float32 of this rank's shard, padded, 1-D; with PowerSGD "factor": Q, (columns, rank), and
+            float32 of this rank's shard, padded, 1-D, and "dim": its dimension; with PowerSGD "factor": Q, (columns, rank), and
             "factor_steps"}}}, on the CPU. "tensors" lacks parameters that had no gradient yet, but for
             "factor_steps".
 
@@ -327,6 +327,7 @@ class Compression:
                 for name, flat in group.replica_residual.state().items():
                     entry = tensors.setdefault(name, {"steps": group.replica_residual.steps})
                     entry["replica_residual"] = flat
+                    entry["dim"] = self._params[name][0].fsdp_placement.dim
             if group.low_rank is not None and group.low_rank.steps > 0:
                 factors = group.low_rank.state()  # empty up to the step `start`
                 for name, (_, owner) in self._params.items():
