@@ -28,13 +28,13 @@ namespace gradwire::bench {
 namespace {
 
 constexpr double kGap = 0.01, kCenters = 0.02, kSpread = 0.05, kOverlap = 0.5;
-constexpr int kLeastSamples = 10;
+constexpr int kMinSamples = 10;
 const std::string kSame = "SAME", kFaster = "FASTER", kSlower = "SLOWER", kUnsure = "UNSURE";
 
 // Returns the verdict, and the reason of UNSURE.
 std::pair<std::string, std::string> compare_times(const Timing& before, const Timing& after) {
-  if (const int n = std::min(before.n, after.n); n < kLeastSamples)
-    return {kUnsure, fmt::format("{} samples; at least {} are needed", n, kLeastSamples)};
+  if (const int n = std::min(before.n, after.n); n < kMinSamples)
+    return {kUnsure, fmt::format("{} samples; at least {} are needed", n, kMinSamples)};
   if (after.min_us > before.q3_us * (1 + kGap)) return {kSlower, ""};
   if (before.min_us > after.q3_us * (1 + kGap)) return {kFaster, ""};
   for (const auto& [timing, which] : {std::pair(&before, "A"), std::pair(&after, "B")}) {

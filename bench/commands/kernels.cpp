@@ -115,9 +115,9 @@ class Kernels final : public Command {
 
   void measure(DeviceUnderTest& device, const KernelCase& c, const Problem& problem, int64_t size) {
     // A larger product would take minutes on a host.
-    constexpr double kMostHostFlops = 2e10, kMostCudaFlops = 2e13;
+    constexpr double kMaxHostFlops = 2e10, kMaxCudaFlops = 2e13;
     device.stream.synchronize();
-    if (problem.flops > (device.device.is_host() ? kMostHostFlops : kMostCudaFlops)) return;
+    if (problem.flops > (device.device.is_host() ? kMaxHostFlops : kMaxCudaFlops)) return;
     // Warm and cold times are equal for sizes that exceed all caches. Measure such sizes once.
     const bool uncached = problem.bytes >= 4.0 * static_cast<double>(device.flush_bytes);
     for (bool cold : {false, true}) {

@@ -152,7 +152,7 @@ class StepCommand final : public Command {
       const double elapsed_s = std::chrono::duration<double>(Clock::now() - start).count();
       return samples[TrainingStep::reduced].done(stop_, elapsed_s);
     };
-    for (bool warm = false; !done() || rounds < StopRule::kLeastSamples; warm = true) {
+    for (bool warm = false; !done() || rounds < StopRule::kMinSamples; warm = true) {
       double sums[3] = {};
       for (TrainingStep::Way way : {TrainingStep::reduced, TrainingStep::bypassed, TrainingStep::graphed,
                                     TrainingStep::graphed, TrainingStep::bypassed, TrainingStep::reduced}) {

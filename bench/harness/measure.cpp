@@ -32,8 +32,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kMostSamples = 1'000'000;
-constexpr double kMostSeconds = 86400;
+constexpr int kMaxSamples = 1'000'000;
+constexpr double kMaxSeconds = 86400;
 
 double us_since(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
@@ -254,7 +254,7 @@ std::optional<double> seconds(std::string_view text) {
   for (const auto& [unit, per_s] : {std::pair("us", 1e6), std::pair("ms", 1e3), std::pair("s", 1.0)}) {
     if (!text.ends_with(unit)) continue;
     const std::string_view number = text.substr(0, text.size() - std::string_view(unit).size());
-    if (const auto value = parse_number<double>(number, 0, kMostSeconds * per_s)) return *value / per_s;
+    if (const auto value = parse_number<double>(number, 0, kMaxSeconds * per_s)) return *value / per_s;
   }
   return {};
 }
@@ -269,13 +269,13 @@ StopRule StopRule::parse(const std::string& text) {
         text, why);
   };
   StopRule rule;
-  if (const auto count = parse_number<int>(text, 1, kMostSamples)) {
+  if (const auto count = parse_number<int>(text, 1, kMaxSamples)) {
     rule.exactly = *count;
     return rule;
   }
   if (const auto time = seconds(text)) {
     rule.error = 0;
-    rule.samples = kLeastSamples;
+    rule.samples = kMinSamples;
     rule.min_s = rule.max_s = *time;
     return rule;
   }
@@ -292,7 +292,7 @@ StopRule StopRule::parse(const std::string& text) {
         value.ends_with('%') ? parse_number<double>(value.substr(0, value.size() - 1), 0, 100) : std::nullopt;
     if (key == "error" && percent) {
       rule.error = *percent / 100;
-    } else if (const auto count = parse_number<int>(value, kLeastSamples, kMostSamples);
+    } else if (const auto count = parse_number<int>(value, kMinSamples, kMaxSamples);
                key == "samples" && count) {
       rule.samples = *count;
     } else if (const auto time = seconds(value); (key == "min" || key == "max") && time) {
@@ -312,7 +312,7 @@ std::string StopRule::to_string() const {
     return s < 1 && s > 0 ? fmt::format("{:g}ms", s * 1e3) : fmt::format("{:g}s", s);
   };
   if (exactly > 0) return fmt::to_string(exactly);
-  if (error == 0 && samples == kLeastSamples && min_s == max_s) return time_text(max_s);
+  if (error == 0 && samples == kMinSamples && min_s == max_s) return time_text(max_s);
   return fmt::format("error={:g}%,samples={},min={},max={}", error * 100, samples, time_text(min_s),
                      time_text(max_s));
 }
@@ -332,8 +332,8 @@ double Samples::relative_deviation() const {
 bool Samples::done(const StopRule& rule, double elapsed_s) {
   const auto n = static_cast<int>(us_.size());
   if (rule.exactly > 0) return n >= rule.exactly;
-  if (n < StopRule::kLeastSamples) return false;
-  if (elapsed_s >= rule.max_s || n >= kMostSamples) {
+  if (n < StopRule::kMinSamples) return false;
+  if (elapsed_s >= rule.max_s || n >= kMaxSamples) {
     stopped_ = "time";
     return true;
   }

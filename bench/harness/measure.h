@@ -18,9 +18,9 @@ namespace gradwire::bench {
 
 // When a measurement ends: with at least `samples` samples, after at least `min_s` seconds, once the standard
 // error of the mean is at most `error` of the mean; and in any case after `max_s` seconds, but not before
-// kLeastSamples samples.
+// kMinSamples samples.
 struct StopRule {
-  static constexpr int kLeastSamples = 3;
+  static constexpr int kMinSamples = 3;
 
   double error = 0.005;
   int samples = 10;

@@ -268,16 +268,16 @@ RendezvousCallbacks callbacks_of_store(const gw_store* given, std::chrono::milli
     check("set", store.set(store.user, key.c_str(), text.data(), text.size(), left_ms()));
   };
   const auto read = [=] {
-    constexpr size_t kMostBytes = size_t{64} << 10;  // an address takes up to 16 bytes
-    std::string value(kMostBytes, '\0');
+    constexpr size_t kMaxBytes = size_t{64} << 10;  // an address takes up to 16 bytes
+    std::string value(kMaxBytes, '\0');
     size_t bytes = 0;
     check("get", store.get(store.user, key.c_str(), left_ms(), value.data(), value.size(), &bytes));
     require<CommError>(bytes > 0,
                        "rank 0 has not set '{}' in the store within {} ms; is it running, and does every "
                        "rank use the same store and prefix?",
                        key, timeout.count());
-    value.resize(std::min(bytes, kMostBytes));
-    require<CommError>(bytes <= kMostBytes && !StoreLocation::parse(value).store.addresses.empty(),
+    value.resize(std::min(bytes, kMaxBytes));
+    require<CommError>(bytes <= kMaxBytes && !StoreLocation::parse(value).store.addresses.empty(),
                        "the store's '{}' ({} bytes) is not what rank 0 has set; does something else use this "
                        "key, or another version of the library?",
                        key, bytes);
@@ -333,7 +333,7 @@ std::unique_ptr<Communicator> create(const gw_comm_options& o) {
   CancelledBy::refuse();
   if (o.nccl_comm != nullptr) return adopt(o, group);
   if (o.invitation != nullptr) return accept_invitation(o, group);
-  require(o.world >= 1 && o.world <= kMostRanks, "world is {}; it must be from 1 to {}", o.world, kMostRanks);
+  require(o.world >= 1 && o.world <= kMaxRanks, "world is {}; it must be from 1 to {}", o.world, kMaxRanks);
   require(o.rank >= 0 && o.rank < o.world, "rank is {} in a world of {}", o.rank, o.world);
   const Device device = checked_device(o.device);
   GroupOptions joined = group;
@@ -403,8 +403,8 @@ extern "C" {
 gw_status gw_request_wait(gw_request request, int64_t timeout_ms) {
   return guarded(__func__, [&] {
     require(timeout_ms >= 0, "timeout_ms is {}, must not be negative", timeout_ms);
-    constexpr int64_t kMost = 1000LL * 3600 * 24 * 365;
-    const auto deadline = Clock::now() + std::chrono::milliseconds(std::min(timeout_ms, kMost));
+    constexpr int64_t kMax = 1000LL * 3600 * 24 * 365;
+    const auto deadline = Clock::now() + std::chrono::milliseconds(std::min(timeout_ms, kMax));
     const auto object = live(request);
     bool done = false;
     object->comm->wait_or_notify([&] { done = object->done.synchronize_until(deadline); });

@@ -14,10 +14,10 @@ thread_local char last_error[2048];
 
 // Stores the text without allocating. Ends a longer text between two characters of UTF-8, with "...".
 gw_status fail(gw_status status, const char* function, const char* text) noexcept {
-  constexpr size_t kMost = sizeof last_error - sizeof "...";
+  constexpr size_t kMax = sizeof last_error - sizeof "...";
   auto [end, bytes] = fmt::format_to_n(last_error, sizeof last_error - 1, "{}: {}", function, text);
   if (bytes > sizeof last_error - 1) {
-    for (end = last_error + kMost; (*end & 0xc0) == 0x80;) --end;
+    for (end = last_error + kMax; (*end & 0xc0) == 0x80;) --end;
     end = fmt::format_to(end, "...");
   }
   *end = 0;
@@ -82,7 +82,7 @@ namespace gradwire::c_api {
 
 namespace {
 
-constexpr size_t kMostTagBytes = 1000, kShownTagBytes = 72;
+constexpr size_t kMaxTagBytes = 1000, kShownTagBytes = 72;
 
 // Returns the length in bytes of the UTF-8 character at `at`; 0 for an invalid character, such as an overlong
 // form, a surrogate, or a character above U+10FFFF.
@@ -130,8 +130,7 @@ std::string printable(std::string text) {
 
 std::string checked_tag(const char* tag) {
   std::string text = tag != nullptr ? tag : "";
-  require(text.size() <= kMostTagBytes, "tag has {} bytes, at most {} are allowed", text.size(),
-          kMostTagBytes);
+  require(text.size() <= kMaxTagBytes, "tag has {} bytes, at most {} are allowed", text.size(), kMaxTagBytes);
   check_text(text, "tag");
   return text;
 }

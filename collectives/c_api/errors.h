@@ -80,10 +80,10 @@ constexpr const char* long_name(DType dtype) {
 // knows. A shorter struct, of at least `least` bytes, is extended with zeros.
 template <typename Struct>
 Struct read_struct(const void* from, const char* what, size_t least = sizeof(Struct)) {
-  constexpr size_t kMostBytes = 4096;  // a larger size means that the caller did not initialize the struct
+  constexpr size_t kMaxBytes = 4096;  // a larger size means that the caller did not initialize the struct
   size_t size = 0;
   std::memcpy(&size, from, sizeof size);
-  require(size >= least && size <= kMostBytes, "{0}.size is {1}; set it to sizeof({0}), which is {2}", what,
+  require(size >= least && size <= kMaxBytes, "{0}.size is {1}; set it to sizeof({0}), which is {2}", what,
           size, sizeof(Struct));
   const auto* bytes = static_cast<const unsigned char*>(from);
   require<Unsupported>(std::all_of(bytes + std::min(sizeof(Struct), size), bytes + size,

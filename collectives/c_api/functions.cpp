@@ -72,7 +72,7 @@ gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, const volatile int32_
 
 gw_status gw_comm_admit(gw_comm comm, int32_t most) {
   return guarded(__func__, [&] {
-    require(most >= 0 && most <= kMostRanks, "most is {}; it must be from 0 to {}", most, kMostRanks);
+    require(most >= 0 && most <= kMaxRanks, "most is {}; it must be from 0 to {}", most, kMaxRanks);
     LockedComm locked(comm);
     Transport& transport = locked->communicator->transport();
     if (most == 0) {

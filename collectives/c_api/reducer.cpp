@@ -14,7 +14,7 @@ namespace gradwire::c_api {
 namespace {
 
 // Limit on a tensor's number of elements, so that sizes in bytes fit in 64 bits.
-constexpr int64_t kMostElements = int64_t{1} << 50;
+constexpr int64_t kMaxElements = int64_t{1} << 50;
 
 void check_alignment(const GradientTensor& tensor, const void* gradient) {
   const auto bytes = static_cast<uintptr_t>(bytes_of(tensor.dtype));
@@ -46,7 +46,7 @@ std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, st
     require(t.size == tensors[0].size, "{}: its size differs from that of tensor 0", who);
     require(names.insert(name).second, "{}: another tensor has the same name", who);
     require(t.rows >= 0 && t.cols >= 0, "{}: rows {}, cols {}", who, t.rows, t.cols);
-    require(t.cols == 0 || t.rows <= (kMostElements - total) / t.cols, "{}: too many elements", who);
+    require(t.cols == 0 || t.rows <= (kMaxElements - total) / t.cols, "{}: too many elements", who);
     total += t.rows * t.cols;
     GradientTensor tensor{std::move(name), {t.rows}, checked_dtype(t.dtype, who + ": ")};
     check_alignment(tensor, t.grad);
@@ -235,11 +235,11 @@ gw_stats ApiReducer::stats() const {
 namespace gradwire::c_api {
 namespace {
 
-constexpr int32_t kMostSpecs = 1000;
+constexpr int32_t kMaxSpecs = 1000;
 
 std::vector<CompressionSpec> read_specs(const gw_choose_options& o) {
-  require(o.n_specs >= 1 && o.n_specs <= kMostSpecs, "n_specs is {}; it must be from 1 to {}", o.n_specs,
-          kMostSpecs);
+  require(o.n_specs >= 1 && o.n_specs <= kMaxSpecs, "n_specs is {}; it must be from 1 to {}", o.n_specs,
+          kMaxSpecs);
   require(o.specs != nullptr, "specs is null; pass {} specs", o.n_specs);
   std::vector<CompressionSpec> specs;
   for (int32_t i = 0; i < o.n_specs; ++i) {

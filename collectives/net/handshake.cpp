@@ -99,7 +99,7 @@ Handshake::State Handshake::advance(const Socket& socket) {
 
 std::string RejectedConnections::note(const std::string& from, const std::string& why) {
   const std::pair who(from, why);
-  const bool named = counts_.contains(who) || counts_.size() < kMostNamed;
+  const bool named = counts_.contains(who) || counts_.size() < kMaxNamed;
   uint64_t& count = named ? counts_[who] : others_;
   if (!std::has_single_bit(++count)) return "";
   std::string text =

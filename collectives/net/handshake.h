@@ -75,11 +75,11 @@ class Handshake {
 };
 
 // Counts a listener's rejected connections and decides which rejections to log: for each address and reason,
-// the first rejection and every doubling of the count. Beyond kMostNamed pairs of address and reason, the
+// the first rejection and every doubling of the count. Beyond kMaxNamed pairs of address and reason, the
 // other rejections share one count, so that neither the table nor the log grows with a flood.
 class RejectedConnections {
  public:
-  static constexpr size_t kMostNamed = 64;
+  static constexpr size_t kMaxNamed = 64;
   // Adds a rejected connection. Returns the line to log, "rejected a connection from 10.0.0.7: wrong secret
   // (8 so far)", or "". `from`: the peer's address; empty if the peer is gone.
   std::string note(const std::string& from, const std::string& why);

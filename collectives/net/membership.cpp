@@ -420,20 +420,20 @@ Admitted request_admission(const GroupOptions& group, const JoinRequest& join) {
 }
 
 std::string job_from_environment(const std::function<const char*(const char*)>& lookup) {
-  constexpr size_t kMostBytes = 200;
+  constexpr size_t kMaxBytes = 200;
   const auto value = [&](const char* variable) {
     const char* text = lookup(variable);
     return std::string(text == nullptr ? "" : text);
   };
   if (const std::string own = value("GRADWIRE_JOB"); !own.empty()) {
     const bool printable = std::all_of(own.begin(), own.end(), [](unsigned char c) { return c >= ' '; });
-    if (own.size() > kMostBytes || !printable) {
-      throw BadInput("GRADWIRE_JOB: at most {} bytes, without control characters", kMostBytes);
+    if (own.size() > kMaxBytes || !printable) {
+      throw BadInput("GRADWIRE_JOB: at most {} bytes, without control characters", kMaxBytes);
     }
     return fmt::format("'{}'", own);
   }
   const auto named = [](const char* kind, const std::string& id) {
-    return fmt::format("{} {}", kind, id.substr(0, kMostBytes));
+    return fmt::format("{} {}", kind, id.substr(0, kMaxBytes));
   };
   // torchrun names a run "none" unless --rdzv-id or --standalone names it.
   if (const std::string id = value("TORCHELASTIC_RUN_ID"); !id.empty() && id != "none") {

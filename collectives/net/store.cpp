@@ -52,8 +52,8 @@ std::string StoreHello::encode() const {
 
 StoreHello StoreHello::decode(const std::string& text) {
   const Message message = Message::decode(text);
-  constexpr int kLeast = std::numeric_limits<int>::min();  // the server validates rank and world
-  return {message.number("rank", kLeast), message.number("world", kLeast), message.text("job")};
+  constexpr int kMin = std::numeric_limits<int>::min();  // the server validates rank and world
+  return {message.number("rank", kMin), message.number("world", kMin), message.text("job")};
 }
 
 std::string RollCall::encode() const {

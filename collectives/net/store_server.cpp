@@ -422,10 +422,10 @@ struct StoreServer::Loop {
   // Prints a note of a rank. Replaces control characters, which a terminal could interpret, and truncates
   // long notes.
   void print_note(int rank, std::string text) {
-    constexpr size_t kMostCharacters = 1000;
+    constexpr size_t kMaxCharacters = 1000;
     size_t& printed = usage_[static_cast<size_t>(rank)].notes;
     if (printed == limits_.notes_of_rank) return;
-    if (text.size() > kMostCharacters) text.resize(kMostCharacters);
+    if (text.size() > kMaxCharacters) text.resize(kMaxCharacters);
     std::replace_if(
         text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 0x7f; }, ' ');
     print(rank, ++printed < limits_.notes_of_rank ? text : "says more than is printed from here on");

@@ -17,18 +17,18 @@ using namespace std::chrono_literals;
 
 constexpr size_t kSmallBytes = 64;  // per message
 // The number of bytes that a rank sends in the first round that measures throughput, and the most in a round.
-constexpr size_t kFirstBytes = 1 << 10, kMostBytes = 2 << 20, kMostBytesOnGpus = 64 << 20;
+constexpr size_t kFirstBytes = 1 << 10, kMaxBytes = 2 << 20, kMaxBytesOnGpus = 64 << 20;
 
 class Meter {
  public:
-  Meter(Transport& transport, const Stream& stream, int ranks_per_node, double us, size_t most_bytes)
+  Meter(Transport& transport, const Stream& stream, int ranks_per_node, double us, size_t max_bytes)
       : transport_(transport),
         stream_(stream),
         us_(us),
-        most_bytes_(most_bytes),
-        out_(transport.device(), most_bytes),
+        max_bytes_(max_bytes),
+        out_(transport.device(), max_bytes),
         // Each small message takes 64 bytes, whatever the number of ranks.
-        in_(transport.device(), std::max(most_bytes, kSmallBytes * static_cast<size_t>(transport.world()))),
+        in_(transport.device(), std::max(max_bytes, kSmallBytes * static_cast<size_t>(transport.world()))),
         begin_(Event::create_timer(transport.device())),
         end_(Event::create_timer(transport.device())),
         call_{mix(0x6c696e6b, static_cast<uint64_t>(ranks_per_node)), "measuring the links"},
@@ -105,8 +105,8 @@ class Meter {
       }
       const bool latency_dominates = took < 5 * latency;
       // Keep time to repeat large rounds.
-      if (all == most_bytes_ || left() < (latency_dominates ? 2 : 8) * took) break;
-      all = std::min(most_bytes_, all * (latency_dominates && !is_short() ? 8 : 2));
+      if (all == max_bytes_ || left() < (latency_dominates ? 2 : 8) * took) break;
+      all = std::min(max_bytes_, all * (latency_dominates && !is_short() ? 8 : 2));
     }
     const double small = *std::ranges::min_element(points[0].us);
     Point &large = points.back(), &medium = points[std::max<size_t>(points.size(), 3) - 3];
@@ -165,7 +165,7 @@ class Meter {
   Transport& transport_;
   const Stream& stream_;
   const double us_;
-  const size_t most_bytes_;
+  const size_t max_bytes_;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   double now_ = 0;  // result of agree_on_time()
   Buffer out_, in_;
@@ -191,8 +191,8 @@ std::string LinkCosts::to_string() const {
 }
 
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node,
-                             std::chrono::milliseconds limit, size_t most_bytes) {
-  if (most_bytes == 0) most_bytes = transport.device().is_cuda() ? kMostBytesOnGpus : kMostBytes;
+                             std::chrono::milliseconds limit, size_t max_bytes) {
+  if (max_bytes == 0) max_bytes = transport.device().is_cuda() ? kMaxBytesOnGpus : kMaxBytes;
   const int world = transport.world(), rank = transport.rank();
   LinkCosts costs;
   if (world == 1) return costs;
@@ -207,7 +207,7 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
   {
     costs.library_measured = transport.has_allreduce();
     const int patterns = 2 + (nodes ? 2 : 0) + (costs.library_measured ? 1 : 0);
-    Meter meter(transport, stream, ranks_per_node, limit / 1us / patterns, most_bytes);
+    Meter meter(transport, stream, ranks_per_node, limit / 1us / patterns, max_bytes);
     const auto all = others(0, world, 1);
     costs.neighbour = meter.measure({(rank + 1) % world}, {(rank + world - 1) % world});
     costs.all_pairs = meter.measure(all, all);

@@ -38,12 +38,12 @@ struct LinkCosts {
 };
 
 // Measures the links, and the transport's allreduce if the transport has one, with exchanges of growing
-// sizes: from 1 KiB per rank to `most_bytes`, or as far as the slowest rank comes within `limit` for all
-// patterns together; some round trips, and the setup of connections, are extra. `limit` and `most_bytes` must
-// be the same on all ranks; a `most_bytes` of 0 stands for 64 MiB between GPUs and 2 MiB on the host. Events
+// sizes: from 1 KiB per rank to `max_bytes`, or as far as the slowest rank comes within `limit` for all
+// patterns together; some round trips, and the setup of connections, are extra. `limit` and `max_bytes` must
+// be the same on all ranks; a `max_bytes` of 0 stands for 64 MiB between GPUs and 2 MiB on the host. Events
 // measure the time, so that the host's work counts only if that work takes longer than the transfers. Returns
 // the slowest rank's numbers on every rank. The exchanges run on `stream`. Collective; blocks.
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node,
-                             std::chrono::milliseconds limit, size_t most_bytes = 0);
+                             std::chrono::milliseconds limit, size_t max_bytes = 0);
 
 }  // namespace gradwire

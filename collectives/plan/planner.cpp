@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kWorseByLossyStep = 0.1, kAsGood = 1.2;
 constexpr double kLatenciesPerSlice = 4;
-constexpr int64_t kLeastSlice = 128 << 10;
+constexpr int64_t kMinSlice = 128 << 10;
 // The cost of NCCL's allreduce if not measured: NCCL 2.27.7 on eight H200 behind one NVSwitch, as published
 // (stas00/ml-engineering, 2026-08): 38 us up to 512 KiB, 482 GB/s at 16 GiB.
 constexpr LinkCosts::Pattern kNcclOnNvlink{.latency_us = 38, .bytes_per_us = 482e3};
@@ -148,7 +148,7 @@ SchedulePlanner::Option SchedulePlanner::consider(const Candidate& c, int64_t co
     const LinkCosts::Pattern& slow = link(c, false);
     const double exchange = kLatenciesPerSlice * slow.latency_us * slow.bytes_per_us;
     option.slice_bytes =
-        std::clamp(static_cast<int64_t>(exchange / option.loads.messages), kLeastSlice, kSliceBytes);
+        std::clamp(static_cast<int64_t>(exchange / option.loads.messages), kMinSlice, kSliceBytes);
   }
   option.us = predicted_us(option, count, wire, shards);
   if (!wire->exact) {

@@ -12,7 +12,7 @@ namespace gradwire {
 namespace {
 
 // At most this many spans per run in a trace; with more exchanges, a span covers a group of them.
-constexpr int kMostSpans = 64;
+constexpr int kMaxSpans = 64;
 
 // Returns whether the transport's own allreduce carries out the schedule.
 bool library_serves(Transport& transport, const Schedule& schedule, const Program::Options& options) {
@@ -66,7 +66,7 @@ Program::Program(Transport& transport, const Schedule& schedule, const ProgramBu
     ++info_.exchanges;
     info_.bytes_sent += exchange->bytes(Transfer::Kind::send);
   }
-  exchanges_per_span_ = (info_.exchanges + kMostSpans - 1) / kMostSpans;
+  exchanges_per_span_ = (info_.exchanges + kMaxSpans - 1) / kMaxSpans;
   if (!overlapped_) return;
   begun_ = Event::create(transport.device());
   ordered_ = Event::create(transport.device());
@@ -117,7 +117,7 @@ int Program::slices_for(const Schedule& schedule, int64_t count, Wire wire, int6
     }
   }
   const int64_t bytes = wire->bytes(largest);
-  return static_cast<int>(std::clamp<int64_t>((bytes + slice_bytes - 1) / slice_bytes, 1, kMostSlices));
+  return static_cast<int>(std::clamp<int64_t>((bytes + slice_bytes - 1) / slice_bytes, 1, kMaxSlices));
 }
 
 int64_t Program::Exchange::bytes(Transfer::Kind kind) const {

@@ -164,11 +164,11 @@ class Program {
     // Whether exchanges run on `transfers` even with one slice. Needed for programs that run concurrently on
     // several streams, because the programs' exchanges must have the same order on all ranks.
     bool beside_others = false;
-    // Messages larger than this are cut into slices of about this size, at most kMostSlices; 0: never. Needs
+    // Messages larger than this are cut into slices of about this size, at most kMaxSlices; 0: never. Needs
     // `transfers`.
     int64_t slice_bytes = 0;
   };
-  static constexpr int kMostSlices = 16;
+  static constexpr int kMaxSlices = 16;
   // Returns the slices per chunk that keep messages within slice_bytes; 1 if slice_bytes is 0.
   static int slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes,
                         const Shards& shards = {});

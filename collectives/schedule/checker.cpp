@@ -130,9 +130,9 @@ class Simulation {
     };
     compare(s_.lossy_steps, report_.lossy_steps, "every link");
     compare(s_.inter_node_lossy_steps, report_.inter_node_lossy_steps, "links between nodes");
-    if (report_.most_inputs > kMaxInputs) {
+    if (report_.max_inputs > kMaxInputs) {
       report_.add(Rule::rounding, fmt::format("a hop adds {} messages at once, more than {}",
-                                              report_.most_inputs, kMaxInputs));
+                                              report_.max_inputs, kMaxInputs));
     }
   }
 
@@ -215,7 +215,7 @@ class Simulation {
         mine.closed_in = k;
         ++value.lossy_steps;
         value.exact = true;
-        report_.most_inputs = std::max(report_.most_inputs, mine.inputs);
+        report_.max_inputs = std::max(report_.max_inputs, mine.inputs);
       }
       if (step.intra_node || !value.exact) continue;
       if (mine.stage == Holding::Stage::closed && mine.closed_in == k) {
@@ -352,7 +352,7 @@ void CheckReport::add(Rule rule, const std::string& text) {
   ++violations_found;
   if (rule <= Rule::ownership) correct = false;
   ok = false;
-  if (std::ssize(violations) < kMostViolations) violations.push_back({rule, text});
+  if (std::ssize(violations) < kMaxViolations) violations.push_back({rule, text});
 }
 
 std::string CheckReport::to_string() const {
@@ -439,13 +439,13 @@ void check_broadcast(const Schedule& s, CheckReport& report) {
   for (int r = 0; r < s.world; ++r) {
     expect(r, report.received_inter_node[r] + report.received_intra_node[r], r == root ? 0 : s.chunks,
            "receives");
-    const int64_t most_inside = 2 * s.chunks;
-    if (report.sent_inter_node[r] <= s.chunks && report.sent_intra_node[r] <= most_inside) continue;
+    const int64_t max_inside = 2 * s.chunks;
+    if (report.sent_inter_node[r] <= s.chunks && report.sent_intra_node[r] <= max_inside) continue;
     report.add(
         CheckReport::Rule::cost,
         fmt::format("rank {} sends {} between nodes and {} inside its own, at most {} and {} are needed", r,
                     fraction(s, report.sent_inter_node[r]), fraction(s, report.sent_intra_node[r]),
-                    fraction(s, s.chunks), fraction(s, most_inside)));
+                    fraction(s, s.chunks), fraction(s, max_inside)));
   }
   expect(root, report.sent_inter_node[root], s.nodes > 1 ? s.chunks : 0, "sends between nodes");
   expect(root, report.sent_intra_node[root], s.per_node > 1 ? s.chunks : 0, "sends inside its node");

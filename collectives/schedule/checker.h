@@ -32,12 +32,12 @@ struct CheckReport {
     Rule rule;
     std::string text;  // names rank, round and transfer, all counted from 0
   };
-  static constexpr int kMostViolations = 20;
+  static constexpr int kMaxViolations = 20;
 
   bool ok = true;  // no violations
   // The schedule computes its collective: no violations except of the rules `rounding` and `cost`.
   bool correct = true;
-  std::vector<Violation> violations;  // the first kMostViolations
+  std::vector<Violation> violations;  // the first kMaxViolations
   int64_t violations_found = 0;
 
   // Measured sizes in chunks: a size divided by schedule.chunks is a fraction of the buffer.
@@ -45,7 +45,7 @@ struct CheckReport {
   int64_t busiest_link = 0;  // largest number of chunks sent from one rank to another rank
   int64_t messages = 0;      // number of messages that all ranks send
   int lossy_steps = 0, inter_node_lossy_steps = 0;
-  int most_inputs = 0;  // largest number of messages merged when a partial sum is closed
+  int max_inputs = 0;  // largest number of messages merged when a partial sum is closed
 
   // Records a violation.
   void add(Rule rule, const std::string& text);

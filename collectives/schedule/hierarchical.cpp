@@ -36,10 +36,10 @@ void check_arguments(int nodes, int per_node, ScheduleKind between) {
     throw BadInput("between nodes a hierarchical schedule runs two_shot or ring, not {}", name(between));
   }
   const bool direct = between == ScheduleKind::two_shot;
-  const int most_inputs = per_node - 1 + (nodes == 1 ? 0 : direct ? nodes - 1 : 1);
-  if (most_inputs <= kMaxInputs) return;
+  const int max_inputs = per_node - 1 + (nodes == 1 ? 0 : direct ? nodes - 1 : 1);
+  if (max_inputs <= kMaxInputs) return;
   throw BadInput("{} nodes of {} ranks would add {} messages at once, more than {}; use {}", nodes, per_node,
-                 most_inputs, kMaxInputs,
+                 max_inputs, kMaxInputs,
                  direct && per_node <= kMaxInputs ? "a ring between the nodes" : "schedule=ring");
 }
 

@@ -249,13 +249,13 @@ Schedule make_schedule(Collective collective, ScheduleKind kind, int world, Topo
 }
 
 void emit_schedule(ScheduleKind kind, int world, Topology topology, const TransferSink& sink) {
-  constexpr int kMostTwoShot = kMaxInputs + 1;
+  constexpr int kMaxTwoShot = kMaxInputs + 1;
   switch (kind) {
     case ScheduleKind::ring:
       return detail::emit_ring(world, sink);
     case ScheduleKind::two_shot:
-      if (world > kMostTwoShot) {
-        throw BadInput("schedule=two_shot serves at most {} ranks, not {}; use schedule=ring", kMostTwoShot,
+      if (world > kMaxTwoShot) {
+        throw BadInput("schedule=two_shot serves at most {} ranks, not {}; use schedule=ring", kMaxTwoShot,
                        world);
       }
       return detail::emit_two_shot(world, sink);

@@ -161,8 +161,8 @@ std::vector<std::pair<std::string_view, std::string_view>> items_of(std::string_
 }
 
 // Legal values of the residual's policies. ef_decay=0 would be ef=off, and momentum=1 would never forget.
-constexpr double kLeastDecay = 1e-6, kMostMomentum = 0.9999, kLeastNorm = 1e-9, kMostNorm = 1e9;
-constexpr int64_t kMostSteps = int64_t{1} << 40;
+constexpr double kMinDecay = 1e-6, kMaxMomentum = 0.9999, kMinNorm = 1e-9, kMaxNorm = 1e9;
+constexpr int64_t kMaxSteps = int64_t{1} << 40;
 
 using Options = std::map<std::string_view, std::function<void(std::string_view)>>;
 
@@ -194,12 +194,12 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
   if (codec || !spec.wire->exact) {
     word("residual", spec.residual, residuals());
     options["dense"] = [&dense](std::string_view v) { dense = v; };
-    if (!dion) numeric("ef_decay", policy.decay, kLeastDecay, 1.0);
-    if (!dion) numeric("start", policy.start, int64_t{0}, kMostSteps);
-    if (!dion) numeric("max_norm", policy.max_norm, kLeastNorm, kMostNorm);
+    if (!dion) numeric("ef_decay", policy.decay, kMinDecay, 1.0);
+    if (!dion) numeric("start", policy.start, int64_t{0}, kMaxSteps);
+    if (!dion) numeric("max_norm", policy.max_norm, kMinNorm, kMaxNorm);
     const bool randk = spec.method == CompressionSpec::Method::randk;
-    if (!codec || randk) numeric("ramp", policy.ramp, int64_t{0}, kMostSteps);
-    if (randk || (!codec && has_k(spec.wire))) numeric("momentum", policy.momentum, 0.0, kMostMomentum);
+    if (!codec || randk) numeric("ramp", policy.ramp, int64_t{0}, kMaxSteps);
+    if (randk || (!codec && has_k(spec.wire))) numeric("momentum", policy.momentum, 0.0, kMaxMomentum);
   }
   if (codec || spec.wire->stochastic) word("round", rounding, kRoundings);
   if (!codec) return options;
@@ -364,9 +364,9 @@ std::string CompressionSpec::to_string() const {
 
 bool CompressionSpec::sums_gradients() const {
   constexpr double kOneBit = 0.3;  // less than the error of one bit per value, 0.36
-  const bool most_wait =
+  const bool max_wait =
       method == Method::randk || (method == Method::wire && (has_k(wire) || wire->gaussian_error > kOneBit));
-  return most_wait && policy.keeps_errors();
+  return max_wait && policy.keeps_errors();
 }
 
 std::string CompressionSpec::divergence() const {

@@ -13,10 +13,10 @@
 namespace gradwire {
 namespace {
 
-constexpr double kLeastRate = 1e5, kMostRate = 1e12;
-constexpr double kMostDelay = 10e9;  // in nanoseconds
-constexpr double kMostBurst = 1e9;   // in bytes
-constexpr double kMostTime = 1e15;   // until the rate changes, in nanoseconds
+constexpr double kMinRate = 1e5, kMaxRate = 1e12;
+constexpr double kMaxDelay = 10e9;  // in nanoseconds
+constexpr double kMaxBurst = 1e9;   // in bytes
+constexpr double kMaxTime = 1e15;   // until the rate changes, in nanoseconds
 constexpr std::string_view kThen = ",then=";
 
 struct Unit {
@@ -72,19 +72,19 @@ EmulatedLink EmulatedLink::parse(const std::string& text) {
         text, part, what);
   };
   constexpr const char* kRate = "a rate from 100kbit to 1Tbit";
-  EmulatedLink link{.bits_per_s = checked(parts[0], kRates, kLeastRate, kMostRate, kRate)};
+  EmulatedLink link{.bits_per_s = checked(parts[0], kRates, kMinRate, kMaxRate, kRate)};
   if (count > 1) {
     link.delay = std::chrono::nanoseconds(
-        std::llround(checked(parts[1], kDelays, 0, kMostDelay, "a delay from 0us to 10s")));
+        std::llround(checked(parts[1], kDelays, 0, kMaxDelay, "a delay from 0us to 10s")));
   }
   if (count > 2)
-    link.burst = static_cast<size_t>(checked(parts[2], kSizes, 0, kMostBurst, "a burst from 0kB to 1000MB"));
+    link.burst = static_cast<size_t>(checked(parts[2], kSizes, 0, kMaxBurst, "a burst from 0kB to 1000MB"));
   if (change != whole.npos) {
     const std::string_view then = whole.substr(change + kThen.size());
     const size_t at = std::min(then.find('@'), then.size());
-    link.then_bits_per_s = checked(then.substr(0, at), kRates, kLeastRate, kMostRate, kRate);
+    link.then_bits_per_s = checked(then.substr(0, at), kRates, kMinRate, kMaxRate, kRate);
     link.then_after = std::chrono::nanoseconds(std::llround(checked(
-        then.substr(std::min(at + 1, then.size())), kDelays, 0, kMostTime, "a time from 0s to 1000000s")));
+        then.substr(std::min(at + 1, then.size())), kDelays, 0, kMaxTime, "a time from 0s to 1000000s")));
   }
   return link;
 }
@@ -111,7 +111,7 @@ using std::chrono::nanoseconds;
 
 constexpr size_t kPacketPayload = EmulatedLink::kPacketPayload, kPacketHeaders = EmulatedLink::kPacketHeaders;
 constexpr std::chrono::microseconds kTurn{100};  // time of a turn on the link
-constexpr size_t kMostPackets = 45;              // of a turn, about as many as TCP passes to a device at once
+constexpr size_t kMaxPackets = 45;               // of a turn, about as many as TCP passes to a device at once
 // After a pause, a receiver may take at once what its link passes in this time, and at least two turns. A
 // receiver notices arrivals late if the machine is busy, which must not lower the rate.
 constexpr nanoseconds kReceiveBurst = std::chrono::milliseconds(4);
@@ -128,7 +128,7 @@ nanoseconds occupied(size_t bytes, double bits_per_s) {
 size_t turn_of(const EmulatedLink& link) {
   const double bytes = slowest(link) / 8 * std::chrono::duration<double>(kTurn).count();
   const auto packets = static_cast<size_t>(bytes / static_cast<double>(kPacketPayload + kPacketHeaders));
-  return std::clamp<size_t>(packets, 1, kMostPackets) * kPacketPayload;
+  return std::clamp<size_t>(packets, 1, kMaxPackets) * kPacketPayload;
 }
 
 }  // namespace

@@ -30,7 +30,7 @@
 namespace gradwire {
 
 // The largest world size. A larger world is a configuration error. The limit bounds the tables.
-inline constexpr int kMostRanks = 1 << 16;
+inline constexpr int kMaxRanks = 1 << 16;
 
 struct Transfer {
   enum class Kind : uint8_t { send, receive };

@@ -160,7 +160,7 @@ void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_
     return {packed + (i - unpacked) * panel, kPairsPerBlock, tile_rows * (in_blocks ? kPairsPerBlock : 1)};
   };
   // While a tile is computed, the previous tile is written to C.
-  alignas(64) float tiles_memory[2][kMostBf16Rows * kBf16Columns];
+  alignas(64) float tiles_memory[2][kMaxBf16Rows * kBf16Columns];
   FinishedTile finished{g};
   const Bf16Tiles tiles(way);
   int turn = 0;

@@ -42,7 +42,7 @@ bool has_bf16_products(Bf16Products way);
 const char* name_of(Bf16Products way);
 
 constexpr int kBf16Columns = 32;  // columns of a tile
-constexpr int kMostBf16Rows = 32;
+constexpr int kMaxBf16Rows = 32;
 constexpr int kPairsPerBlock = 16;  // 64 bytes of a row
 
 // The layout for packing. in_blocks: A's panel is blocks of 16 pairs, each with its rows in sequence, and k

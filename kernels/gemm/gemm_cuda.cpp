@@ -240,9 +240,9 @@ class Context {
     row.lda = 1, row.ldb = g.n, row.ldc = g.ldc;
     row.stride_c = g.ldc;
     row.beta = g.beta;
-    constexpr int64_t kMostRows = 65535;  // limit of a grid's z, in case the library uses it for batches
-    for (int64_t first = 0; first < g.m; first += kMostRows) {
-      row.batch = std::min(kMostRows, g.m - first);
+    constexpr int64_t kMaxRows = 65535;  // limit of a grid's z, in case the library uses it for batches
+    for (int64_t first = 0; first < g.m; first += kMaxRows) {
+      row.batch = std::min(kMaxRows, g.m - first);
       if (rounded)
         row.c = g.c.at<Bf16>(first * g.ldc);
       else
@@ -277,7 +277,7 @@ class Context {
 // Returns the thread's context for the stream. Keeps only the most recently used contexts: each has a
 // workspace of up to 32 MiB, and streams are short-lived.
 Context& context_for(CudaStream stream) {
-  constexpr size_t kMost = 8;
+  constexpr size_t kMax = 8;
   using Key = std::pair<int, CudaStream>;
   static PerThread<std::list<std::pair<Key, std::unique_ptr<Context>>>> all;
   auto& contexts = all.get();
@@ -289,7 +289,7 @@ Context& context_for(CudaStream stream) {
     contexts.splice(contexts.begin(), contexts, at);
   } else {
     contexts.emplace_front(key, std::make_unique<Context>(device, stream));
-    if (contexts.size() > kMost) contexts.pop_back();  // waits for the GPU
+    if (contexts.size() > kMax) contexts.pop_back();  // waits for the GPU
   }
   return *contexts.front().second;
 }
@@ -342,7 +342,7 @@ uint32_t alignment_of(const void* pointer, int64_t stride, Element type, int64_t
 
 namespace {
 
-constexpr int kMostTimed = 12;
+constexpr int kMaxTimed = 12;
 
 class CudaMemory {
  public:
@@ -422,11 +422,11 @@ Plan::Plan(const LtContext& context, const ColumnMajorGemm& g, Precision precisi
   describe(g, precision);
   const Preference preference = preference_for(g, context.workspace_bytes);
   const bool times = tuning != nullptr;
-  std::array<cublasLtMatmulHeuristicResult_t, kMostTimed> found = {};
+  std::array<cublasLtMatmulHeuristicResult_t, kMaxTimed> found = {};
   int count = 0;
   const cublasStatus_t status =
       cublasLtMatmulAlgoGetHeuristic(context.lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(),
-                                     preference.get(), times ? kMostTimed : 1, found.data(), &count);
+                                     preference.get(), times ? kMaxTimed : 1, found.data(), &count);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) return;
   check_cublas(status, "cublasLtMatmulAlgoGetHeuristic");
   if (found[0].state == CUBLAS_STATUS_SUCCESS) algorithm_ = found[0].algo;

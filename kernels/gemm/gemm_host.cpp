@@ -99,8 +99,8 @@ Bf16Panels& thread_panels() {
 // many rows, but the rows must stay in the second-level cache (2 MiB on processors with AMX, 1 MiB on other
 // processors). The number of pieces is a multiple of the number of threads, since there are few pieces.
 int64_t pieces_of_rows(int64_t m, int64_t k, const Bf16TileShape& tile) {
-  const int64_t most_rows = tile.in_blocks ? 512 : 256, cache_bytes = tile.in_blocks ? 3 << 19 : 1 << 20;
-  const int64_t rows = std::clamp<int64_t>(cache_bytes / (2 * std::max<int64_t>(1, k)), tile.rows, most_rows);
+  const int64_t max_rows = tile.in_blocks ? 512 : 256, cache_bytes = tile.in_blocks ? 3 << 19 : 1 << 20;
+  const int64_t rows = std::clamp<int64_t>(cache_bytes / (2 * std::max<int64_t>(1, k)), tile.rows, max_rows);
   const int64_t threads = host_threads(), pieces = (m + rows - 1) / rows;
   return std::min((m + tile.rows - 1) / tile.rows, (pieces + threads - 1) / threads * threads);
 }
@@ -158,10 +158,10 @@ void part_of_product(const Gemm& g, int64_t index, int64_t begin, int64_t end, i
 // pieces are faster: pieces of 400 rows run at 1.5 times the speed of pieces of 64. However, there must be
 // enough pieces for all threads.
 void one_fp32_product(const Gemm& g) {
-  constexpr int64_t kRows = 256, kLeastColumns = 512, kEnough = 16;
+  constexpr int64_t kRows = 256, kMinColumns = 512, kEnough = 16;
   const int64_t row_pieces = (g.m + kRows - 1) / kRows;
   int64_t columns = g.n;
-  while (row_pieces * ((g.n + columns - 1) / columns) < kEnough && columns >= 2 * kLeastColumns) {
+  while (row_pieces * ((g.n + columns - 1) / columns) < kEnough && columns >= 2 * kMinColumns) {
     columns = (columns / 2 + 31) / 32 * 32;
   }
   const int64_t column_pieces = (g.n + columns - 1) / columns;

@@ -11,15 +11,15 @@
 
 namespace gradwire {
 
-inline constexpr int64_t kMostChunks = 256;
+inline constexpr int64_t kMaxChunks = 256;
 
 struct ColumnChunks {
-  int64_t count = 0;  // number of chunks, at most kMostChunks
+  int64_t count = 0;  // number of chunks, at most kMaxChunks
   int64_t rows = 0;   // rows per chunk; the last chunk may be shorter
 };
 
 inline ColumnChunks column_chunks(int64_t rows) {
-  int64_t per_chunk = std::max<int64_t>(16, (rows + kMostChunks - 1) / kMostChunks);
+  int64_t per_chunk = std::max<int64_t>(16, (rows + kMaxChunks - 1) / kMaxChunks);
   return {(rows + per_chunk - 1) / per_chunk, per_chunk};
 }
 

@@ -212,7 +212,7 @@ void launch_back_project(CudaStream stream, const MatrixTable& table, const Back
   launch(kForms ? "powersgd_project_onto" : "powersgd_back_project", back_project_kernel<kRank, kForms>,
          {.grid = dim3(static_cast<unsigned>(table.host_blocks().back().panel)),
           .block = dim3(kThreads),
-          .shared_bytes = size_t{kWarps * kMostPanelColumns * kRank} * sizeof(float),
+          .shared_bytes = size_t{kWarps * kMaxPanelColumns * kRank} * sizeof(float),
           .stream = stream},
          a);
 }

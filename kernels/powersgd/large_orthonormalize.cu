@@ -1,4 +1,4 @@
-// CholeskyQR on CUDA above rank kMostSmallRank. A pass is three launches: tiles of the Gram matrices, a
+// CholeskyQR on CUDA above rank kMaxSmallRank. A pass is three launches: tiles of the Gram matrices, a
 // factor per block, and 32 rows of the result per block. The host cannot know how many passes the columns
 // need, so it launches the most that can be needed; blocks of finished matrices end at once.
 //
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) gram_kernel(const __grid_constant__ 
   __shared__ double left[kGramRows * kStride], right[kGramRows * kStride];
   const int matrix = static_cast<int>(blockIdx.y);
   const MatrixDescriptor d = a.matrices.descriptors[matrix];
-  if (d.rank <= kMostSmallRank || static_cast<int>(blockIdx.x) >= lower_tiles(tiles_of(d.rank))) return;
+  if (d.rank <= kMaxSmallRank || static_cast<int>(blockIdx.x) >= lower_tiles(tiles_of(d.rank))) return;
   const LargeScratch s(a.scratch + d.scratch, d.rank);
   if (a.pass > 0 ? *s.state != LargeState::active : a.keep_flags && a.flags[matrix] != 0) return;
   const LargeMatrix m = matrix_of(a, d);
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
   __shared__ int infinite[1];  // later: whether a column was drawn
   const int matrix = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
   const MatrixDescriptor d = a.matrices.descriptors[matrix];
-  if (d.rank <= kMostSmallRank) return;
+  if (d.rank <= kMaxSmallRank) return;
   const LargeScratch s(a.scratch + d.scratch, d.rank);
   const bool done = a.pass > 0 ? *s.state != LargeState::active : a.keep_flags && a.flags[matrix] != 0;
   if (thread == 0) infinite[0] = 0;
@@ -360,7 +360,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   const MatrixDescriptor d = a.matrices.descriptors[blockIdx.y];
   const LargeMatrix m = matrix_of(a, d);
   const int32_t row0 = static_cast<int32_t>(blockIdx.x) * kRows;
-  if (d.rank <= kMostSmallRank || row0 >= m.n) return;
+  if (d.rank <= kMaxSmallRank || row0 >= m.n) return;
   const LargeScratch s(a.scratch + d.scratch, d.rank);
   if (*s.state == LargeState::done) return;
   for (int item = static_cast<int>(threadIdx.x); item < kRows * m.rank; item += kThreads) {
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
 
 void orthonormalize_large(CudaStream stream, const Orthonormalize& op) {
   const int rank = op.table->max_rank();
-  if (rank <= kMostSmallRank) return;
+  if (rank <= kMaxSmallRank) return;
   int32_t n = 0;
   for (const MatrixDescriptor& d : op.table->host()) n = std::max(n, op.which == Factor::p ? d.rows : d.cols);
   LargeArgs a{.matrices = matrices_of(*op.table),

@@ -1,4 +1,4 @@
-// Orthonormalization on the host above rank kMostSmallRank. A thread takes a matrix through all passes, so
+// Orthonormalization on the host above rank kMaxSmallRank. A thread takes a matrix through all passes, so
 // that the matrix stays in its cache. If there are too few matrices, they take each pass together; a task is
 // a block of a Gram matrix, a factor, or some rows.
 #include "kernels/powersgd/large_orthonormalize_simd.h"
@@ -19,7 +19,7 @@ namespace {
 // idle.
 constexpr int kMatricesPerThread = 8;
 constexpr int kTasksPerThread = 4;
-constexpr int kMostBlockTiles = 4, kMostRows = 1024, kFewestRows = 32;
+constexpr int kMaxBlockTiles = 4, kMaxRows = 1024, kFewestRows = 32;
 
 using Tile = double[kSquareTile * kSquareTile];
 
@@ -218,7 +218,7 @@ std::vector<LargeMatrix> large_matrices(const Orthonormalize& a) {
   std::vector<LargeMatrix> all;
   for (int index = 0; index < a.table->count(); ++index) {
     const MatrixDescriptor& d = a.table->host()[index];
-    if (d.rank <= kMostSmallRank || (a.keep_flags && a.flags[index] != 0)) continue;
+    if (d.rank <= kMaxSmallRank || (a.keep_flags && a.flags[index] != 0)) continue;
     const bool p = a.which == Factor::p;
     const int64_t offset = p ? d.p_offset : d.q_offset;
     all.push_back({index, &d, LargeScratch(a.scratch + d.scratch, d.rank), a.in + offset, a.out + offset,
@@ -251,7 +251,7 @@ void run_passes(const Orthonormalize& a, std::vector<LargeMatrix> active, int64_
   };
   const auto row_parts = [](const LargeMatrix& m, int rows) { return (m.n + rows - 1) / rows; };
   for (int pass = 0; pass < kMaxOrthonormalizePasses && !active.empty(); ++pass) {
-    const int tiles = size_of_task(active, kMostBlockTiles, 1, tasks, blocks);
+    const int tiles = size_of_task(active, kMaxBlockTiles, 1, tasks, blocks);
     for_parts(
         active, [&](const LargeMatrix& m) { return blocks(m, tiles); },
         [&](const LargeMatrix& m, int part) { gram_part(m, pass, tiles, part); });
@@ -263,7 +263,7 @@ void run_passes(const Orthonormalize& a, std::vector<LargeMatrix> active, int64_
     }
     for_parts(
         active, [](const LargeMatrix&) { return 1; }, [&](const LargeMatrix& m, int) { factor(m, pass); });
-    const int rows = size_of_task(active, kMostRows, kFewestRows, tasks, row_parts);
+    const int rows = size_of_task(active, kMaxRows, kFewestRows, tasks, row_parts);
     for_parts(
         active, [&](const LargeMatrix& m) { return row_parts(m, rows); },
         [&](const LargeMatrix& m, int part) { weigh(a, m, pass, rows, part); });

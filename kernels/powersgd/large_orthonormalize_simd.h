@@ -1,4 +1,4 @@
-// The loops of the host's orthonormalization above rank kMostSmallRank, compiled for several instruction
+// The loops of the host's orthonormalization above rank kMaxSmallRank, compiled for several instruction
 // sets. Every sum has the order of the rows of its factors, for any width of vectors, so all instruction sets
 // compute the same bits.
 //

@@ -263,13 +263,13 @@ __device__ __forceinline__ void update_order(int rank, const Workspace& w) {
 __global__ void __launch_bounds__(kThreads)
     orthonormalize_kernel(const __grid_constant__ OrthonormalizeArgs a) {
   GW_DYNAMIC_SHARED(double, shared);
-  __shared__ int order[kMostSmallRank], attempts[kMostSmallRank], dependent[kMostSmallRank];
-  __shared__ double scale[kMostSmallRank];
+  __shared__ int order[kMaxSmallRank], attempts[kMaxSmallRank], dependent[kMaxSmallRank];
+  __shared__ double scale[kMaxSmallRank];
   __shared__ int infinite[1];
   int matrix = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
   if (a.keep_flags && a.flags[matrix] != 0) return;
   const MatrixDescriptor d = a.matrices.descriptors[matrix];
-  if (d.rank > kMostSmallRank) return;
+  if (d.rank > kMaxSmallRank) return;
   int64_t offset = a.which == Factor::p ? d.p_offset : d.q_offset;
   int32_t n = a.which == Factor::p ? d.rows : d.cols;
   const float* in = a.in + offset;
@@ -321,7 +321,7 @@ void orthonormalize(CudaStream stream, const Orthonormalize& op) {
                        .keep_flags = op.keep_flags,
                        .seed = op.seed,
                        .step = op.step};
-  int size = padded(std::min(op.table->max_rank(), kMostSmallRank));
+  int size = padded(std::min(op.table->max_rank(), kMaxSmallRank));
   size_t bytes = 2 * sizeof(double) * static_cast<size_t>(size * (size + 1)) + sizeof(float) * kChunkFloats;
   launch("orthonormalize", orthonormalize_kernel,
          {.grid = dim3(static_cast<unsigned>(op.table->count())),

@@ -14,7 +14,7 @@
 // the input). Other matrices write flags[i] = 0. With keep_flags, flags are never cleared, and a matrix that
 // is already flagged is skipped.
 //
-// Up to rank kMostSmallRank one task, or one block on CUDA, orthonormalizes a matrix. Above, the arithmetic
+// Up to rank kMaxSmallRank one task, or one block on CUDA, orthonormalizes a matrix. Above, the arithmetic
 // is the limit: tasks share a matrix, by tiles of the Gram matrix and by rows, and its factor is computed by
 // tiles in `scratch`.
 //
@@ -48,7 +48,7 @@ struct Orthonormalize {
 };
 GW_OP(orthonormalize, Orthonormalize)
 
-// Orthonormalize the matrices above rank kMostSmallRank; part of orthonormalize().
+// Orthonormalize the matrices above rank kMaxSmallRank; part of orthonormalize().
 namespace host {
 void orthonormalize_large(const Orthonormalize& args);
 }
@@ -93,7 +93,7 @@ inline constexpr double kDependentPivot = 1e-14;
 // A pass loses about eps64 / pivot of orthogonality. At or above this pivot, the result is final: the loss is
 // 1e-10, far below the rounding of the FP32 result. Below this pivot, another pass follows.
 inline constexpr double kFinalPivot = 1e-6;
-// The same above rank kMostSmallRank, where weights are rounded to 2^-30 (exact_weight): the loss is below
+// The same above rank kMaxSmallRank, where weights are rounded to 2^-30 (exact_weight): the loss is below
 // 1e-8.
 inline constexpr double kFinalPivotOfRoundedWeights = 1e-2;
 // Two passes suffice up to a condition number of 1e8, plus one pass per re-seeding. Bad random directions,
@@ -122,13 +122,13 @@ GW_HD double exact_weight(double weight) {
 #endif
 }
 
-// Orthonormalization above rank kMostSmallRank: the scratch memory of a matrix, the same on host and CUDA.
+// Orthonormalization above rank kMaxSmallRank: the scratch memory of a matrix, the same on host and CUDA.
 //
 // A pass computes the lower triangle of the Gram matrix, tile by tile, into `square`; the factor L overwrites
 // the Gram matrix, and the weights L^-T are stored in the upper triangle, with the tiles on the diagonal.
 // Rows and columns of `square` are in the order of elimination, padded with the identity to whole tiles.
 
-inline constexpr int kMostSmallRank = 64;
+inline constexpr int kMaxSmallRank = 64;
 inline constexpr int kSquareTile = 64;
 
 GW_HD int tiles_of(int rank) {
@@ -143,7 +143,7 @@ GW_HD int lower_tiles(int tiles) {
 // Returns the size of a matrix's scratch memory; 0 for small ranks.
 GW_HD int64_t large_scratch_doubles(int rank) {
   const int64_t size = int64_t{tiles_of(rank)} * kSquareTile;
-  return rank > kMostSmallRank ? size * (size + 4) : 0;
+  return rank > kMaxSmallRank ? size * (size + 4) : 0;
 }
 
 // What a pass has left to do for a matrix.

@@ -16,7 +16,7 @@
 namespace gradwire::host {
 namespace {
 
-constexpr int kMax = kMostSmallRank;
+constexpr int kMax = kMaxSmallRank;
 
 struct Workspace {
   double gram[kMax][kMax];  // lower triangle; then the Cholesky factor of the scaled, permuted Gram matrix
@@ -126,7 +126,7 @@ void orthonormalize(const Orthonormalize& a) {
     int64_t offset = a.which == Factor::p ? d.p_offset : d.q_offset;
     int32_t n = a.which == Factor::p ? d.rows : d.cols;
     int r = d.rank;
-    if (r > kMostSmallRank || (a.keep_flags && a.flags[matrix] != 0)) return;
+    if (r > kMaxSmallRank || (a.keep_flags && a.flags[matrix] != 0)) return;
 
     Workspace w;
     for (int k = 0; k < r; ++k) {

@@ -36,12 +36,12 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void pack(CudaStream stream, const Pack& a) {
-  constexpr int kMostRows = 65535;  // limit of gridDim.y
+  constexpr int kMaxRows = 65535;  // limit of gridDim.y
   // Few blocks per tensor, because the tensors share the device.
   const int64_t needed = (a.table->longest() + 4 * kThreads - 1) / (4 * kThreads);
   const auto columns = static_cast<unsigned>(std::min<int64_t>(needed, 2 * multiprocessors()));
-  for (int first = 0; first < a.table->count(); first += kMostRows) {
-    const int rows = a.table->count() - first < kMostRows ? a.table->count() - first : kMostRows;
+  for (int first = 0; first < a.table->count(); first += kMaxRows) {
+    const int rows = a.table->count() - first < kMaxRows ? a.table->count() - first : kMaxRows;
     launch("pack", pack_kernel,
            {.grid = dim3(columns, static_cast<unsigned>(rows)), .block = dim3(kThreads), .stream = stream},
            a.table->device(), first, a.scattered, a.packed, a.unpack);

@@ -52,9 +52,9 @@ inline constexpr int kTileRows = 64;
 inline constexpr int kTileCols = 256;
 // back_project(): a block processes a panel of whole columns, one cache line wide. For tall matrices the
 // panel is half as wide, so that there are more blocks, which end sooner.
-inline constexpr int kMostPanelColumns = 32;
+inline constexpr int kMaxPanelColumns = 32;
 GW_HD int panel_columns(int32_t rows) {
-  return rows <= 1280 ? kMostPanelColumns : kMostPanelColumns / 2;
+  return rows <= 1280 ? kMaxPanelColumns : kMaxPanelColumns / 2;
 }
 
 // The first block of a matrix in the grid of each kernel.
@@ -96,7 +96,7 @@ class MatrixTable {
   int64_t elements() const { return elements_; }      // sum of rows * cols
   int64_t p_elements() const { return p_elements_; }  // sum of rows * rank
   int64_t q_elements() const { return q_elements_; }  // sum of cols * rank
-  // Returns the size of the scratch memory of orthonormalize(): 0 up to rank kMostSmallRank, then 8 B for
+  // Returns the size of the scratch memory of orthonormalize(): 0 up to rank kMaxSmallRank, then 8 B for
   // each element of a square of the rank.
   int64_t scratch_doubles() const { return scratch_doubles_; }
 

@@ -221,11 +221,11 @@ int64_t piece_columns(int rank, int64_t cols) {
 GW_SIMD void project_rows(const MatrixPart& a, const float* q, float* p) {
   alignas(64) float turned[kPieceFloats], pending[kPieceFloats];
   alignas(64) float m[kRowTile * kPieceFloats / 8];  // used where rank > kRankTile
-  constexpr int64_t kMostRows = 128;
-  alignas(64) float sums[kMostRows * kMaxPowerSgdRank];
+  constexpr int64_t kMaxRows = 128;
+  alignas(64) float sums[kMaxRows * kMaxPowerSgdRank];
   const int64_t sums_stride = round_up(a.rank, kRankTile);
-  for (int64_t first = 0; first < a.rows; first += kMostRows) {
-    int64_t rows = std::min(kMostRows, a.rows - first);
+  for (int64_t first = 0; first < a.rows; first += kMaxRows) {
+    int64_t rows = std::min(kMaxRows, a.rows - first);
     std::fill_n(sums, rows * sums_stride, 0.0f);
     int64_t piece = piece_columns(a.rank, a.cols);
     for (int64_t column = 0; column < a.cols; column += piece) {
@@ -260,9 +260,9 @@ namespace {
 
 // Rows of M that are summed together: few rows, so that prefetched rows stay in the cache, but more rows
 // where loading and storing the sums takes longer.
-constexpr int64_t kMostBlockRows = 16;
+constexpr int64_t kMaxBlockRows = 16;
 constexpr int64_t block_rows(int rank) {
-  return rank <= 2 ? 8 : kMostBlockRows;
+  return rank <= 2 ? 8 : kMaxBlockRows;
 }
 constexpr int64_t kBlockColumns = 512;  // columns of M per block where M is formed
 
@@ -322,7 +322,7 @@ GW_INLINE void back_rows(const float* m, int64_t m_stride, int64_t columns, cons
 
 GW_SIMD void back_project_piece(const MatrixPart& a, const float* p, float* sums, int64_t stride) {
   alignas(64) float pending[kPieceFloats];
-  alignas(64) float block[kMostBlockRows * kBlockColumns];  // a block of M
+  alignas(64) float block[kMaxBlockRows * kBlockColumns];  // a block of M
   std::fill(sums, sums + a.rank * stride, 0.0f);
   if (a.pending_p != nullptr) turn(a.pending_q, a.rank, a.columns, stride, pending);
   const Fresh fresh{a, pending, stride};

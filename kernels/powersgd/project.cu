@@ -19,9 +19,9 @@ constexpr int kStrip = 4 * kStripThreads;
 constexpr int kStripStride = kStrip + 4;  // avoids bank conflicts in the transposing stores
 // Up to this rank the pending factors fit in shared memory. For higher ranks a separate kernel first adds the
 // product, which moves 8 more bytes per element; arithmetic is already the limit there.
-constexpr int kMostPendingRank = 16;
+constexpr int kMaxPendingRank = 16;
 // Columns of P per launch, whose sums fit in shared memory. Later launches read M from the residual.
-constexpr int kMostColumns = 64;
+constexpr int kMaxColumns = 64;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct ProjectArgs {
@@ -169,7 +169,7 @@ __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixD
   constexpr int kBatch = kGroups == 1 && kVector ? 4 : 2;
   static_assert(kValues <= 32);
   int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  int chunks = (min(d.rank - a.first, kMostColumns) + kRank - 1) / kRank;
+  int chunks = (min(d.rank - a.first, kMaxColumns) + kRank - 1) / kRank;
   Quad<kVector> quad{kStripThreads, thread % kStripThreads};
   const int pending_rank = pending ? d.rank : 0;
   float* pending_q = shared + kRank * kStripStride;
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kGroups* kStripThreads)
 template <int kRank, int kGroups>
 void launch_project(CudaStream stream, ProjectArgs a, const MatrixTable& table) {
   constexpr int kBlocksPerTile = kRowTileRows / (kRows * kGroups), kThreads = kGroups * kStripThreads;
-  int chunks = (std::min(table.max_rank() - a.first, kMostColumns) + kRank - 1) / kRank;
+  int chunks = (std::min(table.max_rank() - a.first, kMaxColumns) + kRank - 1) / kRank;
   a.padded_pending = a.pending.p != nullptr ? chunks * kRank : 0;
   int floats = (kRank + a.padded_pending) * kStripStride + kGroups * a.padded_pending * kRows +
                kThreads / 32 * chunks * kRows * kRank;
@@ -267,7 +267,7 @@ void launch_project(CudaStream stream, ProjectArgs a, const MatrixTable& table) 
 void powersgd_project(CudaStream stream, const PowerSgdProject& op) {
   ProjectArgs a{matrices_of(*op.table), op.grad, op.residual, op.pending, op.q, op.p, 0, 0, false};
   int rank = op.table->max_rank();
-  if (rank > kMostPendingRank && op.pending.p != nullptr) {
+  if (rank > kMaxPendingRank && op.pending.p != nullptr) {
     powersgd_settle(stream, {.table = op.table, .residual = op.residual, .pending = op.pending});
     a.pending = {};
   }
@@ -283,7 +283,7 @@ void powersgd_project(CudaStream stream, const PowerSgdProject& op) {
   if (op.residual != nullptr) a.grad = op.residual;
   a.residual = nullptr;
   a.formed = op.residual != nullptr;
-  for (a.first = kMostColumns; a.first < rank; a.first += kMostColumns) {
+  for (a.first = kMaxColumns; a.first < rank; a.first += kMaxColumns) {
     launch_project<4, 2>(stream, a, *op.table);
   }
 }

@@ -15,7 +15,7 @@ constexpr int kThreads = 256;
 constexpr int kQuads = kTileCols / 4;       // threads that share a row
 constexpr int kGroups = kThreads / kQuads;  // groups of rows, interleaved
 constexpr int kQStride = kTileCols + 4;
-constexpr int kMostStaged = 64;  // columns of P and Q in shared memory; higher ranks are staged in parts
+constexpr int kMaxStaged = 64;  // columns of P and Q in shared memory; higher ranks are staged in parts
 
 enum class Mode : uint8_t { reconstruct, settle, form };
 
@@ -102,7 +102,7 @@ __device__ __forceinline__ void reconstruct_tile(const ReconstructArgs& a, const
   float* shared_q = shared;
   float* shared_p = shared + a.staged * kQStride;
   const int padded = (d.rank + 3) / 4 * 4;
-  const bool staged_once = padded <= kMostStaged;
+  const bool staged_once = padded <= kMaxStaged;
   int64_t origin = d.offset + static_cast<int64_t>(tile.row0) * d.cols + tile.column0;
 
   const bool pending = !kForms || (a.p != nullptr && !flagged);
@@ -121,8 +121,8 @@ __device__ __forceinline__ void reconstruct_tile(const ReconstructArgs& a, const
       quad.load(a.out + at, limit, sum[i]);
       if constexpr (kForms) quad.load(a.grad + at, limit, gradient[i]);
     }
-    for (int k0 = 0; pending && k0 < padded; k0 += kMostStaged) {
-      const int width = min(kMostStaged, padded - k0);
+    for (int k0 = 0; pending && k0 < padded; k0 += kMaxStaged) {
+      const int width = min(kMaxStaged, padded - k0);
       if (!staged_once) {
         __syncthreads();
         stage_factors(a, d, tile, k0, width, shared_p, shared_q);
@@ -184,7 +184,7 @@ template <Mode kMode>
 void launch_reconstruct(const char* name, CudaStream stream, const MatrixTable& table, int32_t blocks,
                         ReconstructArgs a) {
   a.matrices = matrices_of(table);
-  a.staged = a.p != nullptr ? std::min((table.max_rank() + 3) / 4 * 4, kMostStaged) : 0;
+  a.staged = a.p != nullptr ? std::min((table.max_rank() + 3) / 4 * 4, kMaxStaged) : 0;
   const size_t shared_floats = static_cast<size_t>(a.staged) * (kQStride + kTileRows);
   launch(name, reconstruct_kernel<kMode>,
          {.grid = dim3(static_cast<unsigned>(blocks)),

@@ -256,7 +256,7 @@ unsigned threads_for(int64_t units) {
 template <typename Args>
 void launch_heads(const char* name, void (*for_32)(Args, float, bool), void (*for_64)(Args, float, bool),
                   CudaStream stream, const Args& a, int64_t units, size_t shared, bool aligned) {
-  if (shared > most_shared_bytes() || a.head_dim > 64)
+  if (shared > max_shared_bytes() || a.head_dim > 64)
     throw BadInput(std::string(name) + ": heads do not fit into shared memory; ask fuses_attention() first");
   const LaunchConfig config{.grid = dim3(static_cast<unsigned>(a.batch * a.heads)),
                             .block = dim3(threads_for(units)),
@@ -269,7 +269,7 @@ void launch_heads(const char* name, void (*for_32)(Args, float, bool), void (*fo
 
 template <typename S>
 bool attention_fits(int64_t tokens, int64_t head_dim) {
-  return head_dim <= 64 && tokens <= 1024 && shared_bytes<S>(tokens, head_dim, 4, 3) <= most_shared_bytes();
+  return head_dim <= 64 && tokens <= 1024 && shared_bytes<S>(tokens, head_dim, 4, 3) <= max_shared_bytes();
 }
 template bool attention_fits<float>(int64_t, int64_t);
 template bool attention_fits<Bf16>(int64_t, int64_t);

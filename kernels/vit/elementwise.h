@@ -76,7 +76,7 @@ struct ColumnSum {
     const int64_t count = column_chunks(rows).count;
     return {workspace + i * count * width, count, width, width, {to}, accumulate};
   }
-  // Returns the rows of x as partial sums: for few rows (kMostChunks), combine_sums() can add them without
+  // Returns the rows of x as partial sums: for few rows (kMaxChunks), combine_sums() can add them without
   // column_sum().
   PartialSums of_rows() const {
     PartialSums of{nullptr, rows, width, width, {sum}, accumulate};
@@ -92,8 +92,8 @@ struct ColumnSum {
 // of these ops must still hold their partial sums.
 struct CombineSums {
   // Four sums for each of eight layers, and two sums for a classifier head.
-  static constexpr size_t kMost = 34;
-  std::array<PartialSums, kMost> of = {};  // ignores entries without partial sums
+  static constexpr size_t kMax = 34;
+  std::array<PartialSums, kMax> of = {};  // ignores entries without partial sums
 };
 GW_OP(combine_sums, CombineSums)
 

@@ -11,7 +11,7 @@
 namespace gradwire::host {
 namespace {
 
-constexpr int kRun = 256, kMostInRun = 4096;  // values per run; kMostInRun for formats with long blocks
+constexpr int kRun = 256, kMaxInRun = 4096;  // values per run; kMaxInRun for formats with long blocks
 constexpr int64_t kPiece = 32 * 1024;
 
 struct Run {
@@ -83,8 +83,8 @@ GW_INLINE void prefetch_run(const ReduceEncode& a, int64_t begin) {
 }
 
 GW_SIMD void reduce_encode_piece(const HostBlocks& f, const ReduceEncode& a, int64_t first, int64_t last) {
-  alignas(64) float s[kMostInRun], sent[kMostInRun];
-  uint16_t buffer[random_buffer(kMostInRun)];
+  alignas(64) float s[kMaxInRun], sent[kMaxInRun];
+  uint16_t buffer[random_buffer(kMaxInRun)];
   const uint64_t step = step_of(a.rounding);
   const bool draws = f.stochastic && a.rounding.mode == Rounding::stochastic && a.wire != nullptr;
   while (first < last) {
@@ -128,7 +128,7 @@ GW_SIMD void reduce_encode_piece(const HostBlocks& f, const ReduceEncode& a, int
 }
 
 GW_SIMD void decode_piece(const HostBlocks& f, const Decode& a, bool stream, int64_t first, int64_t last) {
-  alignas(64) float values[kMostInRun];
+  alignas(64) float values[kMaxInRun];
   while (first < last) {
     const Run run = run_of(f, a.count, first, last);
     f.decode(f.coder, static_cast<const uint8_t*>(a.wire), a.count, run.first, run.last, values);

@@ -65,10 +65,10 @@ struct SelectingLane {
   // Narrows the candidates to few more than k by the upper 15 of the keys' 31 bits, then compares all bits.
   template <typename Key>
   GW_INLINE void pick_largest(int n, int k, const Key& key, float* places) const {
-    alignas(64) int16_t upper[kMostKeys];
-    alignas(64) uint8_t hits[kMostKeys];
-    uint16_t at[kMostKeys];
-    uint32_t keys[kMostKeys];
+    alignas(64) int16_t upper[kMaxKeys];
+    alignas(64) uint8_t hits[kMaxKeys];
+    uint16_t at[kMaxKeys];
+    uint32_t keys[kMaxKeys];
 #pragma omp simd
     for (int i = 0; i < n; ++i) upper[i] = static_cast<int16_t>(key(i) >> 16);
     int16_t least = 0;
@@ -90,7 +90,7 @@ struct SelectingLane {
         keys[all++] = key(i);
       }
     }
-    uint32_t sorted[kMostKeys];
+    uint32_t sorted[kMaxKeys];
     std::copy_n(keys, all, sorted);
     std::nth_element(sorted, sorted + (k - 1), sorted + all, std::greater<>());
     const uint32_t last = sorted[k - 1];
@@ -117,7 +117,7 @@ struct SelectingLane {
 
   template <typename Take>
   GW_INLINE void each_position(const Positions& set, const uint8_t* from, const Take& take) const {
-    alignas(64) int32_t places[kMostKeys];
+    alignas(64) int32_t places[kMaxKeys];
     const int bytes = set.upper_bytes(), low = set.low;
     int all = 0;
     for (int begin = 0; begin < bytes; begin += 8) {
@@ -139,7 +139,7 @@ struct SelectingLane {
   }
 
  private:
-  static constexpr int kMostKeys = 4096;
+  static constexpr int kMaxKeys = 4096;
 
   // Returns the number of keys that are at least `least`; n is a multiple of 64.
   GW_INLINE int reaching(const int16_t* keys, int n, int16_t least) const {
@@ -274,7 +274,7 @@ struct OneLane : SelectingLane {
       }
       return;
     }
-    alignas(64) uint32_t codes[kMostCodes];
+    alignas(64) uint32_t codes[kMaxCodes];
     each(n, [&](int i) { codes[i] = code(i); });
     if constexpr (lower_code_bits(kBits) < kBits) {
       constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
@@ -296,7 +296,7 @@ struct OneLane : SelectingLane {
       }
       return;
     }
-    alignas(64) uint32_t codes[kMostCodes];
+    alignas(64) uint32_t codes[kMaxCodes];
     if constexpr (lower_code_bits(kBits) < kBits) {
       constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
       unpack_words<kLower, false>(bytes, n, 0, codes);
@@ -327,7 +327,7 @@ struct OneLane : SelectingLane {
   }
 
  private:
-  static constexpr int kMostCodes = 512, kFullBytes = 32;
+  static constexpr int kMaxCodes = 512, kFullBytes = 32;
 
   // Packs bits [from, from + kBits) of n codes; ignores the other bits.
   template <int kBits>

@@ -179,11 +179,11 @@ struct ThreadBlockLanes {
   // so that a step of the search takes one barrier, and the selection two scans.
   template <typename Key>
   __device__ __forceinline__ void pick_largest(int n, int k, const Key& key, float* places) const {
-    constexpr int kMost = 4096 / kBlockThreads;
+    constexpr int kMax = 4096 / kBlockThreads;
     const int each = n > kBlockThreads ? n / kBlockThreads : 1, first = lane * each;
-    uint32_t keys[kMost];
+    uint32_t keys[kMax];
 #pragma unroll
-    for (int j = 0; j < kMost; ++j) keys[j] = j < each && first + j < n ? key(first + j) : 0u;
+    for (int j = 0; j < kMax; ++j) keys[j] = j < each && first + j < n ? key(first + j) : 0u;
     uint32_t least = 0, turn = 0;  // at the end, at most the k-th largest, and more than the next smaller key
 #pragma unroll 1
     for (int bit = 30, reach = 0; bit >= 0 && reach != k; --bit) {
@@ -194,10 +194,10 @@ struct ThreadBlockLanes {
     const int equal = k - total(number(keys, [=](uint32_t x) { return x > least; }), ++turn % 2);
     uint32_t equals = 0, taken = 0;
 #pragma unroll
-    for (int j = 0; j < kMost; ++j) equals |= (j < each && keys[j] == least ? 1u : 0u) << j;
+    for (int j = 0; j < kMax; ++j) equals |= (j < each && keys[j] == least ? 1u : 0u) << j;
     int rank = before(__popc(equals), ++turn % 2);
 #pragma unroll
-    for (int j = 0; j < kMost; ++j) {
+    for (int j = 0; j < kMax; ++j) {
       const bool is_equal = (equals >> j & 1u) != 0;
       taken |= (keys[j] > least || (is_equal && rank < equal) ? 1u : 0u) << j;
       rank += is_equal ? 1 : 0;
@@ -209,11 +209,11 @@ struct ThreadBlockLanes {
   }
 
  private:
-  template <int kMost, typename Test>
-  __device__ __forceinline__ static int number(const uint32_t (&keys)[kMost], const Test& test) {
+  template <int kMax, typename Test>
+  __device__ __forceinline__ static int number(const uint32_t (&keys)[kMax], const Test& test) {
     int number = 0;
 #pragma unroll
-    for (int j = 0; j < kMost; ++j) number += test(keys[j]) ? 1 : 0;
+    for (int j = 0; j < kMax; ++j) number += test(keys[j]) ? 1 : 0;
     return number;
   }
   // Return the sum of `mine` over all threads, and over the threads before this one. Calls alternate between

@@ -21,7 +21,7 @@ struct Int {
   int fp32_scale = kBits == 8 ? 0 : 1;
 
   static constexpr int kMaxBlock = 512;
-  static constexpr int kMost = (1 << (kBits - 1)) - 1;
+  static constexpr int kMax = (1 << (kBits - 1)) - 1;
   static constexpr uint32_t kMask = (1u << kBits) - 1u;
   static constexpr const char* kSummary = kBits == 8   ? "8-bit integers, a power-of-two unit per 128 values"
                                           : kBits == 4 ? "4-bit integers, an FP32 unit per 128 values"
@@ -45,11 +45,11 @@ struct Int {
     if (*this != Int() || (rotated && fp32_scale == 0)) return 0;
     return kBits == 8 ? 8.34e-5 : kBits == 4 ? 1.4e-2 : 0.19;
   }
-  // Bounds the squared error. A unit is 1 / kMost of the largest magnitude, or up to twice as large. The
+  // Bounds the squared error. A unit is 1 / kMax of the largest magnitude, or up to twice as large. The
   // bound of int2 follows from its scale, a mean.
   double error_bound(bool stochastic) const {
     if (kBits == 2) return 1 - 1.534 * (2 - 1.534) / size;
-    const double error = (fp32_scale != 0 ? 1.0 : 2.0) / kMost / (stochastic ? 1 : 2);
+    const double error = (fp32_scale != 0 ? 1.0 : 2.0) / kMax / (stochastic ? 1 : 2);
     return error * error;
   }
   std::vector<FormatOption> options() {
@@ -57,10 +57,10 @@ struct Int {
   }
   bool operator==(const Int&) const = default;
 
-  // Returns the least k, as k + 127, with largest <= kMost * 2^k; kMost = (2 - 2^(2 - kBits)) * 2^(kBits -
-  // 2). Where kMost * 2^k overflows a float, larger values saturate.
+  // Returns the least k, as k + 127, with largest <= kMax * 2^k; kMax = (2 - 2^(2 - kBits)) * 2^(kBits -
+  // 2). Where kMax * 2^k overflows a float, larger values saturate.
   GW_HD static uint8_t unit_byte(uint32_t largest_bits) {
-    constexpr uint32_t kFraction = 0x7fffffu & ~((1u << (25 - kBits)) - 1u);  // the fraction bits of kMost
+    constexpr uint32_t kFraction = 0x7fffffu & ~((1u << (25 - kBits)) - 1u);  // the fraction bits of kMax
     constexpr int32_t kLast = kBits == 2 ? 253 : 256 - kBits;  // its inverse must also be a normal number
     int32_t byte = static_cast<int32_t>(largest_bits >> 23) - (kBits - 2);
     byte += (largest_bits & 0x7fffffu) > kFraction ? 1 : 0;
@@ -68,7 +68,7 @@ struct Int {
     return static_cast<uint8_t>(byte < 1 ? 1 : byte);
   }
 
-  // Returns the code of a number of units; -kMost - 1 for NaN. `random` has 16 random bits; if negative,
+  // Returns the code of a number of units; -kMax - 1 for NaN. `random` has 16 random bits; if negative,
   // rounds to nearest.
   template <bool kFinite>
   GW_HD static int32_t code_of(float units, int32_t random) {
@@ -79,12 +79,12 @@ struct Int {
     const float large = 12582912.0f;
     int32_t code =
         static_cast<int32_t>(float_bits(shifted + large)) - static_cast<int32_t>(float_bits(large));
-    code = code > kMost ? kMost : code;
-    code = code < -kMost ? -kMost : code;
-    return kFinite || is_finite(units) ? code : -kMost - 1;
+    code = code > kMax ? kMax : code;
+    code = code < -kMax ? -kMax : code;
+    return kFinite || is_finite(units) ? code : -kMax - 1;
   }
   GW_HD static float value_of(int32_t code, float unit) {
-    return code == -kMost - 1 ? bits_float(0x7fc00000u) : unit * static_cast<float>(code);
+    return code == -kMax - 1 ? bits_float(0x7fc00000u) : unit * static_cast<float>(code);
   }
 
   // Returns the least value that the largest code must represent. `largest` is the largest finite magnitude,
@@ -106,8 +106,8 @@ struct Int {
     uint8_t* const at = to + code_bytes<kBits>(size);
     float unit, inverse;
     if (fp32_scale != 0) {
-      unit = scaled / static_cast<float>(kMost);
-      if (!is_finite(unit * static_cast<float>(kMost))) unit = bits_float(float_bits(unit) - 1u);
+      unit = scaled / static_cast<float>(kMax);
+      if (!is_finite(unit * static_cast<float>(kMax))) unit = bits_float(float_bits(unit) - 1u);
       inverse = unit >= 0x1p-126f ? 1.0f / unit : 0.0f;
       put_float(at, unit);
     } else {

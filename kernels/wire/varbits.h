@@ -33,11 +33,11 @@ struct VarBits {
   int bits = 3;
 
   static constexpr int kMaxBlock = 4096, kPart = 64, kParts = 64;
-  static constexpr int kMost = 5;                            // bits of a part
+  static constexpr int kMax = 5;                             // bits of a part
   static constexpr int kQuarters = 62, kMask = 63;           // q of the largest scale, and of a mask
   static constexpr int kLargestUnit = 253;                   // 2^126 times the largest level is finite
   static constexpr int kScaleBytes = code_bytes<6>(kParts);  // fields of a block: codes, scales, unit
-  static constexpr float kMostOfMean = 1.25f / 0.7978846f;   // 1.25 times a normal variable's ratio
+  static constexpr float kMaxOfMean = 1.25f / 0.7978846f;    // 1.25 times a normal variable's ratio
   static constexpr const char* kSummary =
       "Lloyd-Max levels of 64 rotated values, 0 to 5 bits by their scale, in blocks of 4096";
   static constexpr const char* kSource = "bits by block: the idea of DynamiQ; levels: EDEN, ICML 2022";
@@ -58,7 +58,7 @@ struct VarBits {
   };
 
   GW_HD static int block() { return kMaxBlock; }
-  // Returns the bits per value of all parts together. At least kParts, for masks; below kMost * kParts.
+  // Returns the bits per value of all parts together. At least kParts, for masks; below kMax * kParts.
   GW_HD int all_bits() const { return bits > 1 ? kParts * bits - 3 : kParts; }
   GW_HD int all_codes() const { return all_bits() * (kPart / 8); }
   GW_HD int bytes() const { return all_codes() + kScaleBytes + 1; }
@@ -67,7 +67,7 @@ struct VarBits {
     return kErrors[bits - 1];
   }
   // Returns the bound of the squared error. A part with bits loses at most 1 - 0.71 / 64 of its square, as in
-  // eden.h, because its scale is 0.92 to 1.71 times the mean magnitude. At least all_bits() / kMost parts
+  // eden.h, because its scale is 0.92 to 1.71 times the mean magnitude. At least all_bits() / kMax parts
   // have bits. A part without bits has at most 1.87 times their mean magnitude, and 64 times the square that
   // the mean magnitude implies.
   double error_bound(bool) const {
@@ -98,7 +98,7 @@ struct VarBits {
   // 4, 7, 11 and 14 are these factors' logarithms.
   GW_HD static int bits_for(int above) {
     const int some = (3 * above + 9) / 10;
-    return some < 0 ? 0 : some > kMost ? kMost : some;
+    return some < 0 ? 0 : some > kMax ? kMax : some;
   }
   // Computes the parts of an encoded block from its scales.
   template <typename Lanes>
@@ -146,7 +146,7 @@ struct VarBits {
     });
   }
 
-  // Returns a scale for rotated values: their root mean square, but at most kMostOfMean times their mean
+  // Returns a scale for rotated values: their root mean square, but at most kMaxOfMean times their mean
   // magnitude, so that an encode contracts.
   template <typename Lanes>
   GW_HD static float size_of(const Lanes& team, const float* values) {
@@ -159,7 +159,7 @@ struct VarBits {
       return x * x;
     });
     const float ratio = sqrtf(squares * kShare);
-    return mean * (ratio > kMostOfMean ? kMostOfMean : ratio);
+    return mean * (ratio > kMaxOfMean ? kMaxOfMean : ratio);
   }
   template <int kBits, typename Lanes>
   GW_HD static void encode_part(const Lanes& team, const float* values, float per, uint8_t* to) {

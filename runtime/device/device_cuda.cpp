@@ -156,7 +156,7 @@ int multiprocessors() {
   return attribute_of_device(cudaDevAttrMultiProcessorCount);
 }
 
-size_t most_shared_bytes() {
+size_t max_shared_bytes() {
   return static_cast<size_t>(attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }
 

@@ -68,7 +68,7 @@ int multiprocessors();
 
 // Returns the largest shared memory, in bytes, that a block may request on the current device; queried once
 // per device.
-size_t most_shared_bytes();
+size_t max_shared_bytes();
 
 // Returns the number of blocks of `kernel` that are resident on a multiprocessor of the current device,
 // limited by registers, shared memory and threads. Queried once per kernel, block size and device.

@@ -24,7 +24,7 @@ namespace gradwire {
 Thread::Thread(std::string_view what, std::function<void()> body) {
   // The smallest stack. glibc's default is `ulimit -s`, which may be too small for OpenBLAS and for the name
   // lookup of a host.
-  constexpr size_t kLeastStack = size_t{2} << 20;
+  constexpr size_t kMinStack = size_t{2} << 20;
   auto owned = std::make_unique<std::function<void()>>(std::move(body));
   const auto run = [](void* argument) noexcept -> void* {
     const std::unique_ptr<std::function<void()>> mine(static_cast<std::function<void()>*>(argument));
@@ -35,7 +35,7 @@ Thread::Thread(std::string_view what, std::function<void()> body) {
   if (pthread_attr_init(&attributes) != 0) throw_no_thread(what);
   size_t stack = 0;
   pthread_attr_getstacksize(&attributes, &stack);
-  pthread_attr_setstacksize(&attributes, std::max(stack, kLeastStack));
+  pthread_attr_setstacksize(&attributes, std::max(stack, kMinStack));
   const int error = pthread_create(&handle_, &attributes, run, owned.get());
   pthread_attr_destroy(&attributes);
   if (error != 0) throw_no_thread(what);
@@ -67,8 +67,8 @@ namespace {
 
 // Returns the smallest limit that `limit_in` finds in the folders of this process's control groups and their
 // parents; 0 without a limit. `limit_in` returns the limit in a group's folder, or 0.
-double least_limit(const std::string& root, const std::string& controller,
-                   double (*limit_in)(const std::string&)) {
+double min_limit(const std::string& root, const std::string& controller,
+                 double (*limit_in)(const std::string&)) {
   std::ifstream groups(root + "/proc/self/cgroup");
   double least = 0;
   // A line is "0::/path" in version 2 of control groups, "4:cpu,cpuacct:/path" in version 1.
@@ -114,7 +114,7 @@ int cpus_by_quota(const std::string& root) {
     }
     return period <= 0 ? 0 : parse_number(quota, 0.0).value_or(0) / period;  // "max", "-1": no quota
   };
-  return static_cast<int>(std::ceil(least_limit(root, "cpu", quota_in) - 1e-9));
+  return static_cast<int>(std::ceil(min_limit(root, "cpu", quota_in) - 1e-9));
 }
 
 int64_t memory_by_limit(const std::string& root) {
@@ -125,7 +125,7 @@ int64_t memory_by_limit(const std::string& root) {
     const double limit = parse_number(bytes, 0.0).value_or(0);  // "max": no limit
     return limit < 0x1p62 ? limit : 0;                          // 2^63 - 4096: no limit
   };
-  return static_cast<int64_t>(least_limit(root, "memory", memory_in));
+  return static_cast<int64_t>(min_limit(root, "memory", memory_in));
 }
 
 namespace {

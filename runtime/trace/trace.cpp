@@ -73,7 +73,7 @@ void Tracer::collect(int64_t step) {
 }
 
 void Tracer::keep(TraceSpan span) {
-  if (spans_.size() < kMostSpans) {
+  if (spans_.size() < kMaxSpans) {
     spans_.push_back(std::move(span));
   } else {
     ++dropped_;
@@ -96,7 +96,7 @@ SpanOnStream::SpanOnStream(Tracer* tracer, const Stream& stream, TraceLabelPtr l
     : tracer_(tracer != nullptr && tracer->recording() ? tracer : nullptr), stream_(stream) {
   if (tracer_ == nullptr) return;
   std::lock_guard lock(tracer_->mutex_);
-  if (tracer_->spans_.size() + tracer_->pending_.size() >= Tracer::kMostSpans) {
+  if (tracer_->spans_.size() + tracer_->pending_.size() >= Tracer::kMaxSpans) {
     ++tracer_->dropped_;
     return;
   }

@@ -40,7 +40,7 @@ struct TraceSpan {
 
 class Tracer {
  public:
-  static constexpr size_t kMostSpans = 100'000;
+  static constexpr size_t kMaxSpans = 100'000;
 
   // Creates a tracer. `origin` is time 0 of the trace. Steps [first_step, end_step) are traced.
   Tracer(Device device, SteadyTime origin, int64_t first_step, int64_t end_step);
@@ -61,7 +61,7 @@ class Tracer {
 
   // Returns all spans so far, in any order.
   std::vector<TraceSpan> take();
-  // Returns the number of spans that were dropped because there were more than kMostSpans.
+  // Returns the number of spans that were dropped because there were more than kMaxSpans.
   size_t dropped() const { return dropped_; }
   // Returns the largest error of the device's clock relative to the host's; 0 where both are the same clock.
   double error_us() const { return static_cast<double>(error_ns_) / 1e3; }

@@ -149,8 +149,8 @@ int descriptor_named(const std::string& path) {
 // Follows symbolic links. Stops at a path that names a descriptor of this process, and stores the descriptor
 // in `descriptor`.
 std::string without_links(std::string path, int& descriptor) {
-  constexpr int kMostLinks = 40;  // the kernel's limit
-  for (int i = 0; i < kMostLinks; ++i) {
+  constexpr int kMaxLinks = 40;  // the kernel's limit
+  for (int i = 0; i < kMaxLinks; ++i) {
     if ((descriptor = descriptor_named(path)) >= 0) return path;
     std::error_code error;
     const fs::path next = fs::read_symlink(path, error);

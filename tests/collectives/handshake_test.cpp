@@ -304,7 +304,7 @@ TEST(RejectedConnections, LogsEachAddressAndLimitsTheLinesOfAFlood) {
     last = line;
     ++lines;
   }
-  EXPECT_LT(lines, 15 + RejectedConnections::kMostNamed + 20);
+  EXPECT_LT(lines, 15 + RejectedConnections::kMaxNamed + 20);
   expect_has(last, {"(65536 so far from more addresses than are named)"});
 }
 

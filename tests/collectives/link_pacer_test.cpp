@@ -122,7 +122,7 @@ void check_windows(size_t burst) {
   std::deque<Flow> flows;
   std::array<std::vector<std::pair<Time, size_t>>, kWorld> received;
   Time now = kStart;
-  auto most_in = [&](std::chrono::nanoseconds window) {
+  auto max_in = [&](std::chrono::nanoseconds window) {
     return std::chrono::duration<double>(window).count() * 1e8 / 8 * 1448 / 1514 + 2.0 * pacer.turn_bytes() +
            burst;
   };
@@ -142,13 +142,13 @@ void check_windows(size_t burst) {
       in[static_cast<size_t>(flow.to)] += pacer.arrived(flow, now);
     }
     for (size_t i = 0; i < in.size(); ++i) received[i].emplace_back(now, in[i]);
-    for (const size_t bytes : out) ASSERT_LE(static_cast<double>(bytes), most_in(now - kStart));
+    for (const size_t bytes : out) ASSERT_LE(static_cast<double>(bytes), max_in(now - kStart));
   }
   for (const auto& samples : received) {
     for (size_t a = 0; a < samples.size(); ++a) {
       for (size_t b = a + 1; b < samples.size(); ++b) {
         ASSERT_LE(static_cast<double>(samples[b].second - samples[a].second),
-                  most_in(samples[b].first - samples[a].first));
+                  max_in(samples[b].first - samples[a].first));
       }
     }
   }

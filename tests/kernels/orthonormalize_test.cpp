@@ -206,7 +206,7 @@ class OrthonormalizeTest : public testing::OpTest {
 const std::vector<Shape> kShapes = {{1, 1},    {2, 1},   {2, 2},    {5, 3},    {64, 64}, {65, 64},  {33, 32},
                                     {129, 16}, {255, 7}, {1000, 4}, {1025, 1}, {768, 8}, {300, 33}, {7, 5}};
 
-// Ranks above kMostSmallRank: whole tiles and parts, next to small ranks in one table.
+// Ranks above kMaxSmallRank: whole tiles and parts, next to small ranks in one table.
 const std::vector<Shape> kLargeShapes = {{65, 65}, {200, 65}, {40, 4}, {129, 128}, {260, 129}, {150, 100}};
 
 TEST_P(OrthonormalizeTest, AgreesWithTheReferenceOnRandomMatrices) {

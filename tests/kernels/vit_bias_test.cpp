@@ -204,7 +204,7 @@ TEST_P(VitBias, CombinedSumsMatchSeparateOnesBitForBit) {
 
 // Tests few rows, which need no first stage. The second stage reads BF16 rows without a conversion.
 TEST_P(VitBias, SecondStageAddsUpFewRowsOfEitherType) {
-  for (int64_t rows : {int64_t{0}, int64_t{1}, int64_t{33}, kMostChunks}) {
+  for (int64_t rows : {int64_t{0}, int64_t{1}, int64_t{33}, kMaxChunks}) {
     for (bool accumulate : {false, true}) {
       SCOPED_TRACE(fmt::format("{} rows, accumulate {}", rows, accumulate));
       constexpr int64_t kWidth = 37;

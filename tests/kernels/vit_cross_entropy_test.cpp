@@ -193,8 +193,8 @@ TEST_P(VitCrossEntropy, RepeatedRunsAndAnyNumberOfThreadsGiveTheSameBits) {
 
 // Tests numbers of rows below, at and above the limit of one launch, and zero rows.
 TEST_P(VitCrossEntropy, OverwritesTotalsUnlessAccumulating) {
-  constexpr int64_t kClasses = 3, kMost = CrossEntropy<float>::kOneBlock;
-  for (int64_t rows : {int64_t{0}, int64_t{1}, kMost - 1, kMost, kMost + 1}) {
+  constexpr int64_t kClasses = 3, kMax = CrossEntropy<float>::kOneBlock;
+  for (int64_t rows : {int64_t{0}, int64_t{1}, kMax - 1, kMax, kMax + 1}) {
     SCOPED_TRACE(fmt::format("{} rows", rows));
     run<float>(normal(rows * kClasses, 5), some_labels(rows, kClasses), kClasses,
                {.start = {kNan, kNan}, .accumulate = false, .tolerance = 1e-5});

@@ -234,11 +234,11 @@ TEST(UnauthenticatedPeers, StoreServesAfterTenThousandConnections) {
     if (i == 1000) before = resident_pages();
   }
 #ifdef GRADWIRE_SANITIZED
-  constexpr long kMost = 100'000;  // 400 MB: sanitizers keep freed memory for a while
+  constexpr long kMax = 100'000;  // 400 MB: sanitizers keep freed memory for a while
 #else
-  constexpr long kMost = 1000;
+  constexpr long kMax = 1000;
 #endif
-  EXPECT_LT(resident_pages() - before, kMost);
+  EXPECT_LT(resident_pages() - before, kMax);
   alone.store().set("key", "value");
   std::thread second([&] {
     EXPECT_EQ(Membership(group_of(rendezvous, 1, 2, "secret")).store().get("key", in(5s), "x"), "value");

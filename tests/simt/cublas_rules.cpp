@@ -35,7 +35,7 @@ constexpr std::array<uint32_t, 7> kEpilogues = {CUBLASLT_EPILOGUE_DEFAULT,  CUBL
                                                 CUBLASLT_EPILOGUE_GELU_AUX, CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
                                                 CUBLASLT_EPILOGUE_DGELU};
 
-constexpr int64_t kMostElements = 0x7fffffff;  // "usually only values that can be expressed as int32_t"
+constexpr int64_t kMaxElements = 0x7fffffff;  // "usually only values that can be expressed as int32_t"
 
 int64_t bytes_of(cudaDataType type) {
   return type == CUDA_R_16BF ? 2 : 4;
@@ -45,7 +45,7 @@ int64_t bytes_of(cudaDataType type) {
 // that matrix memory locations are not overlapping".
 bool is_possible(const LtLayout& m) {
   if (m.order != CUBLASLT_ORDER_COL && m.order != CUBLASLT_ORDER_ROW) return false;
-  if (m.rows < 1 || m.columns < 1 || m.rows > kMostElements || m.columns > kMostElements || m.batch < 1)
+  if (m.rows < 1 || m.columns < 1 || m.rows > kMaxElements || m.columns > kMaxElements || m.batch < 1)
     return false;
   return m.ld >= static_cast<int64_t>(m.order == CUBLASLT_ORDER_COL ? m.rows : m.columns);
 }

@@ -20,7 +20,7 @@
 namespace gradwire::simt {
 namespace {
 
-constexpr size_t kMostShared = 227 * 1024;  // bytes per block on sm_90
+constexpr size_t kMaxShared = 227 * 1024;  // bytes per block on sm_90
 // shorter than the tests' time limit, so that the watchdog names the kernel
 constexpr unsigned kWatchdogSeconds = 280;
 
@@ -215,7 +215,7 @@ void check_limits(const Grid& grid) {
     refuse(fmt::format("the grid is {} x {} x {}; CUDA allows 2^31-1 x 65535 x 65535", grid.grid.x,
                        grid.grid.y, grid.grid.z));
   }
-  if (grid.shared_bytes > kMostShared) {
+  if (grid.shared_bytes > kMaxShared) {
     refuse(fmt::format("{} bytes of dynamic shared memory; sm_90 has 227 KB", grid.shared_bytes));
   }
 }
@@ -248,7 +248,7 @@ size_t allowed_shared(const void* kernel, size_t at_least = 0) {
 void check_shared(const Grid& grid) {
   const size_t total = grid.shared_bytes + static_shared_bytes;
   const char* why = nullptr;
-  if (total > kMostShared) {
+  if (total > kMaxShared) {
     why = "sm_90 has 227 KB";
   } else if (total > 48 * 1024 && allowed_shared(grid.kernel_address) < grid.shared_bytes) {
     why = "above 48 KB CUDA wants allow_dynamic_shared() first";
@@ -354,8 +354,8 @@ int multiprocessors() {
   return simt::options().multiprocessors;
 }
 
-size_t most_shared_bytes() {
-  return simt::kMostShared;
+size_t max_shared_bytes() {
+  return simt::kMaxShared;
 }
 int resident_blocks(const void*, int threads, size_t) {
   return 2048 / threads;

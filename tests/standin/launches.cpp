@@ -59,7 +59,7 @@ extern "C" {
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   GW_STANDIN_CALL(cudaFuncSetAttribute);
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 ||
-      static_cast<size_t>(value) > kMostSharedBytes)
+      static_cast<size_t>(value) > kMaxSharedBytes)
     return failed(cudaErrorInvalidValue);
   const Lock lock(machine().mutex);
   machine().allowed_shared[{current_device(), kernel}] = static_cast<size_t>(value);
@@ -72,7 +72,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
   if (threads < 1 || threads > 1024) return failed(cudaErrorInvalidValue);
   constexpr size_t kThreads = 2048;
   size_t fit = kThreads / static_cast<size_t>(threads);
-  if (shared_bytes > 0) fit = std::min(fit, (kMostSharedBytes + 1024) / shared_bytes);
+  if (shared_bytes > 0) fit = std::min(fit, (kMaxSharedBytes + 1024) / shared_bytes);
   *blocks = static_cast<int>(fit);
   return cudaSuccess;
 }

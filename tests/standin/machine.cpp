@@ -35,8 +35,8 @@ Machine& machine() {
   static Machine& only = []() -> Machine& {
     auto* const made = new Machine();
     const uint64_t devices = number_from_environment("GRADWIRE_STANDIN_GPUS", 2);
-    if (devices > kMostDevices) {
-      std::fprintf(stderr, "standin: GRADWIRE_STANDIN_GPUS must be 0 to %d, not %llu\n", kMostDevices,
+    if (devices > kMaxDevices) {
+      std::fprintf(stderr, "standin: GRADWIRE_STANDIN_GPUS must be 0 to %d, not %llu\n", kMaxDevices,
                    static_cast<unsigned long long>(devices));
       std::_Exit(2);
     }
@@ -46,9 +46,9 @@ Machine& machine() {
       made->devices[d].default_stream->device = static_cast<int>(d);
     }
     const uint64_t connections = number_from_environment("CUDA_DEVICE_MAX_CONNECTIONS", 8);
-    if (connections < 1 || connections > kMostConnections) {
+    if (connections < 1 || connections > kMaxConnections) {
       std::fprintf(stderr, "standin: CUDA_DEVICE_MAX_CONNECTIONS must be 1 to %d, not %llu\n",
-                   kMostConnections, static_cast<unsigned long long>(connections));
+                   kMaxConnections, static_cast<unsigned long long>(connections));
       std::_Exit(2);
     }
     made->connections = static_cast<int>(connections);
@@ -127,7 +127,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       *value = 1;  // one multiprocessor, so that grid-stride loops iterate
       return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = static_cast<int>(kMostSharedBytes);
+      *value = static_cast<int>(kMaxSharedBytes);
       return cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor:
       *value = 8;
@@ -152,7 +152,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   std::snprintf(properties->name, sizeof properties->name, "pretended GPU");
   properties->totalGlobalMem = kDeviceBytes;
   properties->sharedMemPerBlock = kSharedWithoutAsking;
-  properties->sharedMemPerBlockOptin = kMostSharedBytes;
+  properties->sharedMemPerBlockOptin = kMaxSharedBytes;
   properties->warpSize = kWarp;
   properties->maxThreadsPerBlock = 1024;
   properties->major = 8;

@@ -105,10 +105,10 @@ struct CUgraphExec_st {
 
 namespace gradwire::standin {
 
-constexpr int kMostDevices = 16;
-constexpr int kMostConnections = 32;
+constexpr int kMaxDevices = 16;
+constexpr int kMaxConnections = 32;
 constexpr size_t kDeviceBytes = size_t{8} << 30;
-constexpr size_t kMostSharedBytes = 163 * 1024;  // limit per block on sm_80
+constexpr size_t kMaxSharedBytes = 163 * 1024;  // limit per block on sm_80
 constexpr size_t kSharedWithoutAsking = 48 * 1024;
 constexpr int kWarp = 32;
 
@@ -117,7 +117,7 @@ struct Device {
   uint32_t peers = 0;                // bit d: peer access to device d is enabled
   std::unique_ptr<CUstream_st> default_stream;
   size_t used_bytes = 0;
-  std::array<int, kMostConnections> streams_of_connection = {};
+  std::array<int, kMaxConnections> streams_of_connection = {};
   int frees_waiting = 0;  // number of cudaFree calls that wait for kernels; launches wait for these calls
 };
 

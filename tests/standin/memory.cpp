@@ -35,14 +35,14 @@ struct Range {
   std::map<char*, Allocation> allocations;
 };
 
-Range ranges[kMostDevices];
+Range ranges[kMaxDevices];
 uint32_t opened = 0;
 std::map<char*, size_t>& pinned = *new std::map<char*, size_t>();
 char running_operation[256] = "";
 
 void on_fault(int signal_number, siginfo_t* info, void*) {
   auto* const address = static_cast<char*>(info->si_addr);
-  for (int d = 0; d < kMostDevices; ++d) {
+  for (int d = 0; d < kMaxDevices; ++d) {
     if (ranges[d].begin == nullptr || address < ranges[d].begin || address >= ranges[d].begin + kRange)
       continue;
     char text[512];
@@ -112,7 +112,7 @@ void set_access_of_device(int device, bool access) {
 // Returns the allocation that contains an address, or null.
 const std::pair<char* const, Allocation>* find_allocation(const void* pointer, int* device = nullptr) {
   auto* const address = const_cast<char*>(static_cast<const char*>(pointer));
-  for (int d = 0; d < kMostDevices; ++d) {
+  for (int d = 0; d < kMaxDevices; ++d) {
     if (ranges[d].begin == nullptr || address < ranges[d].begin || address >= ranges[d].begin + kRange)
       continue;
     if (device != nullptr) *device = d;
@@ -182,7 +182,7 @@ void release(int device, char* data) {
 }  // namespace
 
 void open_memory(uint32_t devices) {
-  for (int d = 0; d < kMostDevices; ++d) {
+  for (int d = 0; d < kMaxDevices; ++d) {
     const bool access = (devices >> d & 1u) != 0;
     if (access != is_open(d)) set_access_of_device(d, access);
   }

@@ -91,17 +91,17 @@ TEST_F(StandinQueues, AKernelBehindTheWaitingStreamsNextOneNeverStarts) {
 }
 
 TEST_F(StandinQueues, StreamsShareNoneWhileThereAreAsManyQueues) {
-  const Connections connections(standin::kMostConnections);
+  const Connections connections(standin::kMaxConnections);
   std::vector<Stream> streams;
   std::set<int> queues;
   {
     const std::lock_guard lock(standin::machine().mutex);
     const auto& used = standin::machine().devices[0].streams_of_connection;
-    for (int i = 0; i < standin::kMostConnections; ++i) {
+    for (int i = 0; i < standin::kMaxConnections; ++i) {
       if (used[i] > 0) queues.insert(i);
     }
   }
-  while (queues.size() < standin::kMostConnections) {
+  while (queues.size() < standin::kMaxConnections) {
     streams.push_back(Stream::create(device_, "test"));
     EXPECT_TRUE(queues.insert(streams.back().native()->connection).second);
   }
@@ -162,7 +162,7 @@ std::vector<uint64_t> on_streams(const std::vector<Step>& steps, bool with_event
 }
 
 TEST_F(StandinQueues, ProgramsOrderedByEventsHaveTheSameResult) {
-  for (int connections : {1, 2, 3, 8, standin::kMostConnections}) {
+  for (int connections : {1, 2, 3, 8, standin::kMaxConnections}) {
     const Connections limit(connections);
     for (uint64_t seed = 1; seed <= 8; ++seed) {
       const std::vector<Step> steps = random_program(seed);
@@ -182,7 +182,7 @@ TEST_F(StandinQueues, OneQueueKeepsTheOrderAndHidesMissingWaits) {
     return count;
   };
   EXPECT_EQ(wrong(1), 0);
-  EXPECT_GT(wrong(standin::kMostConnections), 0);
+  EXPECT_GT(wrong(standin::kMaxConnections), 0);
 }
 
 }  // namespace

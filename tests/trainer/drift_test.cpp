@@ -28,7 +28,7 @@ int64_t steps_to_alarm(DriftDetector& detector, const Noise& noise, double mean,
 }
 
 // Returns the share of steps with a false alarm, over runs of 1000 steps. The deviation is large against
-// kLeast, so that only the test decides.
+// kMin, so that only the test decides.
 double false_alarms(const std::function<Noise(std::mt19937&)>& make_noise) {
   std::mt19937 random(1);
   constexpr int kRuns = 400, kSteps = 1000;

@@ -202,7 +202,7 @@ TEST_P(TraceTest, BoundsTheNumberOfSpans) {
   const auto label = std::make_shared<const TraceLabel>(TraceLabel{.name = "a", .category = "b"});
   for (int64_t step = 0; step < 3; ++step) {
     tracer.begin_step(step);
-    for (size_t i = 0; i < Tracer::kMostSpans / 2; ++i) {
+    for (size_t i = 0; i < Tracer::kMaxSpans / 2; ++i) {
       const auto now = std::chrono::steady_clock::now();
       tracer.add("host thread", label, step, now, now);
     }
@@ -210,8 +210,8 @@ TEST_P(TraceTest, BoundsTheNumberOfSpans) {
     stream.synchronize();
     tracer.collect(step);
   }
-  EXPECT_EQ(tracer.take().size(), Tracer::kMostSpans);
-  EXPECT_EQ(tracer.dropped(), Tracer::kMostSpans / 2 + 3);
+  EXPECT_EQ(tracer.take().size(), Tracer::kMaxSpans);
+  EXPECT_EQ(tracer.dropped(), Tracer::kMaxSpans / 2 + 3);
 }
 
 }  // namespace

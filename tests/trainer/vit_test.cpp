@@ -310,7 +310,7 @@ TEST_P(VitTest, GroupedWeightGradientsMatchSeparateOnes) {
                                       {4, true},
                                       {2, false},
                                       {4, false},
-                                      {GradientGroups::kMost, false}}) {
+                                      {GradientGroups::kMax, false}}) {
           SCOPED_TRACE(
               fmt::format("groups of {}, awaited {}, fused {}", groups.layers, groups.awaited, fused));
           expect_close(once(groups, images), alone);

@@ -28,7 +28,7 @@ using SortedJson = nlohmann::json;
 
 static_assert(std::endian::native == std::endian::little, "tensors are written in memory order");
 
-constexpr uint64_t kMostHeaderBytes = 100'000'000;  // limit of the format
+constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // limit of the format
 constexpr const char* kWrittenOf = "{}: {} bytes written, the header declares {}";
 const std::string kChecksumKey = "\"crc32\":\"";
 const std::string kNoDigits = "00000000";
@@ -147,7 +147,7 @@ void SafetensorsReader::read_header() {
     refuse_kind(fmt::format("too short to be a safetensors file: {} bytes", file_bytes_));
   }
   read_at(0, &length, sizeof length);
-  if (length > kMostHeaderBytes || length > file_bytes_ - sizeof length) {
+  if (length > kMaxHeaderBytes || length > file_bytes_ - sizeof length) {
     refuse_kind(fmt::format("truncated, or not a safetensors file: a header of {} bytes in a file of {}",
                             length, file_bytes_));
   }

@@ -108,8 +108,8 @@ void add_flag(CLI::App& command, const Setting& row, T& target) {
   } else if constexpr (std::is_same_v<T, std::optional<double>>) {
     add_number(command, row.flag, target, row.about, row.values.least, row.values.most);
   } else {
-    constexpr T kMost = std::numeric_limits<T>::max();
-    const bool any = row.values.most >= static_cast<double>(kMost);
+    constexpr T kMax = std::numeric_limits<T>::max();
+    const bool any = row.values.most >= static_cast<double>(kMax);
     if constexpr (std::is_same_v<T, int64_t>) {
       if (std::string_view(words) == "SIZE") {
         auto set = [&target](uint64_t n) { target = static_cast<int64_t>(std::min(n, uint64_t{1} << 60)); };
@@ -120,7 +120,7 @@ void add_flag(CLI::App& command, const Setting& row, T& target) {
       }
     }
     add_number(command, row.flag, target, row.about, static_cast<T>(row.values.least),
-               any ? kMost : static_cast<T>(row.values.most));
+               any ? kMax : static_cast<T>(row.values.most));
   }
 }
 
@@ -290,8 +290,8 @@ std::string unexpected_text(const CLI::App& app, const CLI::App& command) {
 std::string message_text(const CLI::App& app, const CLI::ParseError& error) {
   std::string text = error.what();
   // std::regex_match recurses once per character.
-  constexpr size_t kMost = 1000;
-  if (text.size() > kMost) return text.substr(0, kMost) + "...";
+  constexpr size_t kMax = 1000;
+  if (text.size() > kMax) return text.substr(0, kMax) + "...";
   std::replace(text.begin(), text.end(), '\n', ' ');
   std::smatch found;
   const auto is = [&](const char* pattern) { return std::regex_match(text, found, std::regex(pattern)); };

@@ -194,8 +194,8 @@ Launch read(const Variables& v, const Lookup& lookup) {
                            "SLURM_PROCID, WORLD_SIZE to the number of all, and MASTER_ADDR to rank 0's node"
                          : "");
   }
-  if (launch.world > kMostRanks) {
-    throw BadInput("{} ({}): at most {} ranks", launch.variables, launch.launcher, kMostRanks);
+  if (launch.world > kMaxRanks) {
+    throw BadInput("{} ({}): at most {} ranks", launch.variables, launch.launcher, kMaxRanks);
   }
   const std::string local_rank = value_of(lookup, v.local_rank),
                     local_world = value_of(lookup, v.local_world);

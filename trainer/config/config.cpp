@@ -195,7 +195,7 @@ Members read_members(const std::string& path) {
   std::string magic, launched;
   lines >> magic >> launched;
   lines.ignore();  // skip the end of the line
-  const auto ranks = parse_number(launched, 1, kMostRanks);
+  const auto ranks = parse_number(launched, 1, kMaxRanks);
   if (magic != kMagic || !ranks) {
     throw BadInput(path + ": not a list of a run's ranks; name the file of the run's --members");
   }

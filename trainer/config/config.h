@@ -86,7 +86,7 @@ struct ElasticRange {
 inline constexpr const char* kAutoGrammar = "auto[:error=E][,replan=off][,plan=FILE][,allow=SPEC+SPEC...]";
 
 constexpr double kDefaultEpochs = 3;
-constexpr int64_t kDefaultBucketMb = 25, kDefaultGradientGroup = 2, kMostLayersInGroup = 8;
+constexpr int64_t kDefaultBucketMb = 25, kDefaultGradientGroup = 2, kMaxLayersInGroup = 8;
 constexpr int kDefaultCheckpoints = 3;
 
 struct TrainConfig {

@@ -20,7 +20,7 @@ constexpr int kTrain = Setting::kTrain, kCompare = Setting::kCompare, kDoctor = 
 constexpr int kAll = kTrain | kCompare | kDoctor, kRuns = kTrain | kCompare;
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 constexpr double kNotGiven = std::numeric_limits<double>::quiet_NaN();
-constexpr double kMostBatches = 1 << 20, kMostSteps = 1e9;
+constexpr double kMaxBatches = 1 << 20, kMaxSteps = 1e9;
 
 // Returns a setting that follows from others.
 Setting derived(const char* key, Setting::Effect effect) {
@@ -30,7 +30,7 @@ Setting derived(const char* key, Setting::Effect effect) {
 const Setting kModel[] = {
     {kAll | kPlan, "--model", &VitConfig::name, "MODEL",
      "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32", "model.name", state},
-    {kPlan, "--batch-size", &Config::batch_size, Range(1, kMostBatches), "Images per rank"},
+    {kPlan, "--batch-size", &Config::batch_size, Range(1, kMaxBatches), "Images per rank"},
     {kAll, "--image-size", &VitConfig::image, Range(1, 4096), "Side of the square images", "model.image_size",
      state},
     {kAll, "--patch", &VitConfig::patch, Range(1, 4096), "Side of a patch; divides the image size",
@@ -49,18 +49,18 @@ const Setting kModel[] = {
 };
 
 const Setting kTraining[] = {
-    {kAll, "--batch-size", &Config::batch_size, Range(1, kMostBatches), "Images per rank and batch",
+    {kAll, "--batch-size", &Config::batch_size, Range(1, kMaxBatches), "Images per rank and batch",
      "batch_size", bits},
     derived("shared_batch", run),
     {kAll, "--precision", &Config::precision, "fp32|tf32|bf16",
      "Precision of the model's products: fp32, tf32 (CUDA's tensor cores on FP32 operands), or bf16\n"
      "(operands stored as BF16; weights, gradients and the residual stream stay FP32)",
      "precision", bits},
-    {kRuns, "--accumulate", &Config::accumulate, Range(1, kMostBatches),
+    {kRuns, "--accumulate", &Config::accumulate, Range(1, kMaxBatches),
      "Batches per step, gradients averaged", "accumulate", bits},
     {kRuns, "--epochs", &Config::epochs, Range(1e-6, 1e6),
      fmt::format("Passes over the training set (default: {})", kDefaultEpochs), "epochs"},
-    {kRuns, "--steps", &Config::steps, Range(1, kMostSteps), "Optimizer steps, instead of --epochs", "steps",
+    {kRuns, "--steps", &Config::steps, Range(1, kMaxSteps), "Optimizer steps, instead of --epochs", "steps",
      bits},
     {kRuns, "--optimizer", &Options::optimizer_text, "WORD",
      fmt::format("sgd, adamw, {}: Dion, whose factors travel in the format of --compression, or Muon for "
@@ -72,7 +72,7 @@ const Setting kTraining[] = {
     derived("dion_lr", bits),
     derived("muon_lr", bits),
     derived("mu", bits),
-    {kRuns, "--warmup", &Config::warmup_steps, Range(0, kMostSteps),
+    {kRuns, "--warmup", &Config::warmup_steps, Range(0, kMaxSteps),
      "Steps of linear warm-up, before a cosine to 0 (default: a tenth of the run, at most an epoch)",
      "warmup_steps", bits},
     // compare_with_head() also checks whether a momentum buffer exists.
@@ -122,7 +122,7 @@ const Setting kRanks[] = {
      "Begin the next forward while gradients are still in transfer, and update each layer's weights just "
      "before it uses them; same results",
      "overlap_forward"},
-    {kRuns, "--gradient-group", &Config::gradient_group, Range(1, kMostLayersInGroup),
+    {kRuns, "--gradient-group", &Config::gradient_group, Range(1, kMaxLayersInGroup),
      fmt::format("Layers whose weight gradients GPUs compute and send together: fewer and larger launches, "
                  "but exchanges begin later (default: {})",
                  kDefaultGradientGroup),
@@ -175,7 +175,7 @@ const Setting kData[] = {
 };
 
 const Setting kOutput[] = {
-    {kRuns, "--log-every", &Options::log_every, Range(1, kMostSteps),
+    {kRuns, "--log-every", &Options::log_every, Range(1, kMaxSteps),
      "Steps between log lines when output is not a terminal"},
     {kRuns, "--trace", &Config::trace, "FILE",
      "Write a timeline of each rank's streams, for ui.perfetto.dev or bench/plots/plot.py", "trace", none},
@@ -206,7 +206,7 @@ const Setting kCheckpoints[] = {
      "Start from these weights: safetensors, with torchvision's names", "init"},
     {kTrain, "--checkpoint", &Config::checkpoint_directory, "DIR",
      "Write checkpoints into this folder: weights, optimizer, residuals, factors, position", "checkpoint"},
-    {kTrain, "--checkpoint-every", &Config::checkpoint_every, Range(1, kMostSteps),
+    {kTrain, "--checkpoint-every", &Config::checkpoint_every, Range(1, kMaxSteps),
      "Steps between checkpoints (default: an epoch); the last step always makes one", "checkpoint_every"},
     {kTrain, "--checkpoint-keep", &Config::checkpoint_keep, Range(1, 1e6),
      fmt::format("Checkpoints to keep (default: {})", kDefaultCheckpoints), "checkpoint_keep"},

@@ -231,7 +231,7 @@ std::string shares_text(const RunSummary& summary) {
 
 namespace {
 
-constexpr size_t kMostRows = 32;  // maximum ranks shown: the ranks with the shortest waits
+constexpr size_t kMaxRows = 32;  // maximum ranks shown: the ranks with the shortest waits
 
 // Returns the waits, a square matrix with a row per rank. Empty if the JSON is not such a matrix.
 std::vector<std::vector<double>> waits_in(const Json& json) {
@@ -342,9 +342,9 @@ std::string LiveRun::text() const {
   }
   std::vector<size_t> order(world);
   std::iota(order.begin(), order.end(), size_t{0});
-  if (world > kMostRows) {
+  if (world > kMaxRows) {
     std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return total[a] < total[b]; });
-    order.resize(kMostRows);
+    order.resize(kMaxRows);
   }
   for (const size_t r : order) {
     const auto most =
@@ -354,7 +354,7 @@ std::string LiveRun::text() const {
         waits[r][most] > 0 ? fmt::format("rank {}, {} ms per step", most, per_step_ms(waits[r][most])) : "",
         percent_of(awaited[r], seconds * static_cast<double>(world - 1)));
   }
-  if (world > kMostRows) text += fmt::format("({} more ranks, which wait longer)\n", world - kMostRows);
+  if (world > kMaxRows) text += fmt::format("({} more ranks, which wait longer)\n", world - kMaxRows);
   return text;
 }
 

@@ -192,7 +192,7 @@ namespace gradwire {
 namespace {
 
 // Kernels for the processor reach at least 80 % of the FMA peak, SSE kernels (without FMA) at most half.
-constexpr double kLeastShare = 0.6;
+constexpr double kMinShare = 0.6;
 
 constexpr int kRuns = 8;
 constexpr int kChains = 12;  // enough to hide the latency of FMA, and few enough for AVX2's 16 registers
@@ -281,7 +281,7 @@ double measure_fma_share() {
 }
 
 std::string slow_products_warning(double fma_share) {
-  if (!(fma_share < kLeastShare)) return {};  // ignore NaN
+  if (!(fma_share < kMinShare)) return {};  // ignore NaN
   const GradwireBlas& blas = *gradwire_blas();
   const std::string remedy =
       blas.wanted != nullptr
@@ -299,14 +299,14 @@ namespace gradwire {
 
 Timing time_runs(const Stream& stream, const std::function<void()>& work, double budget_ms) {
   using Clock = std::chrono::steady_clock;
-  constexpr int kLeastRuns = 2, kMostRuns = 20;
+  constexpr int kMinRuns = 2, kMaxRuns = 20;
   Event begin = Event::create_timer(stream.device()), end = Event::create_timer(stream.device());
   work();
   stream.synchronize();
   Timing timing{.fastest_ms = std::numeric_limits<double>::infinity()};
   double sum = 0, squares = 0;
   const auto start = Clock::now();
-  for (int run = 0; run < kMostRuns; ++run) {
+  for (int run = 0; run < kMaxRuns; ++run) {
     begin.record(stream);
     work();
     end.record(stream);
@@ -318,7 +318,7 @@ Timing time_runs(const Stream& stream, const std::function<void()>& work, double
     const double variance = std::max(0.0, squares - sum * timing.mean_ms) / std::max(run, 1);
     timing.deviation = sum > 0 ? std::sqrt(variance) / timing.mean_ms : 0;
     const std::chrono::duration<double, std::milli> taken = Clock::now() - start;
-    if (run + 1 >= kLeastRuns && taken.count() > budget_ms) break;
+    if (run + 1 >= kMinRuns && taken.count() > budget_ms) break;
   }
   return timing;
 }

@@ -56,7 +56,7 @@ Timing time_training(const Stream& stream, const VitConfig& model, int64_t batch
   Vit vit(model, stream, layout,
           {.max_batch = batch,
            .precision = precision,
-           .groups = {.layers = stream.device().is_host() ? 1 : GradientGroups::kMost, .awaited = false}});
+           .groups = {.layers = stream.device().is_host() ? 1 : GradientGroups::kMax, .awaited = false}});
   vit.load(random_floats(layout.elements, 0.05f));
   const int64_t pixels = batch * model.channels * model.image * model.image;
   const Buffer images = make_buffer<float>(stream.device(), pixels);
@@ -185,12 +185,12 @@ void choose_dense_buckets(Communicator& comm, const Stream& stream, const Examin
 // Measures the links, up to `repeats` times if that takes less than about three seconds. Then the median by
 // throughput counts.
 void measure_links(Communicator& comm, const Stream& stream, int repeats, RanksReport& report) {
-  constexpr double kMostSeconds = 1;
+  constexpr double kMaxSeconds = 1;
   constexpr std::chrono::milliseconds kLimit(2000);
   std::vector<LinkCosts> all;
   const auto start = std::chrono::steady_clock::now();
   double taken = 0;  // by the slowest rank, so that all ranks repeat alike
-  while (static_cast<int>(all.size()) < repeats && taken < kMostSeconds) {
+  while (static_cast<int>(all.size()) < repeats && taken < kMaxSeconds) {
     comm.barrier();
     all.push_back(measure_link_costs(comm.transport(), stream, comm.ranks_per_node(), kLimit));
     const std::chrono::duration<double> mine = std::chrono::steady_clock::now() - start;
@@ -305,12 +305,12 @@ std::string percent(double share) {
 
 // Returns the spec, with a long list of dense tensors cut.
 std::string brief(const std::string& spec) {
-  constexpr size_t kMost = 9;
+  constexpr size_t kMax = 9;
   const size_t dense = spec.find("dense=");
   if (dense == std::string::npos) return spec;
   const size_t begin = dense + 6, end = std::min(spec.find(',', begin), spec.size());
-  if (end - begin <= kMost) return spec;
-  return spec.substr(0, begin + kMost) + "..." + spec.substr(end);
+  if (end - begin <= kMax) return spec;
+  return spec.substr(0, begin + kMax) + "..." + spec.substr(end);
 }
 
 Table predictions(const Recommendation& r) {
@@ -470,7 +470,7 @@ Json prediction_json(const RanksReport& report, const VitConfig& model) {
 
 namespace {
 
-constexpr size_t kSmallBytes = 64, kLeastLarge = 256 << 10, kMostLarge = 32 << 20;
+constexpr size_t kSmallBytes = 64, kMinLarge = 256 << 10, kMaxLarge = 32 << 20;
 constexpr double kLargeUs = 10e3;
 
 double best_round_us(Communicator& comm, const Stream& stream, const std::vector<Transfer>& transfers,
@@ -494,7 +494,7 @@ double best_round_us(Communicator& comm, const Stream& stream, const std::vector
 std::vector<PairSpeed> measure_pairs(Communicator& comm, const Stream& stream, const LinkCosts& costs) {
   const int world = comm.world(), rank = comm.rank();
   const auto wanted = static_cast<size_t>(costs.neighbour.bytes_per_us * kLargeUs);
-  const size_t large = std::clamp(wanted, kLeastLarge, kMostLarge) / 4 * 4;
+  const size_t large = std::clamp(wanted, kMinLarge, kMaxLarge) / 4 * 4;
   const Buffer out(comm.device(), large), in(comm.device(), large);
   fill_zero(stream, out.data(), large);
   std::vector<double> mine(static_cast<size_t>(2 * world));

@@ -57,7 +57,7 @@ void TypedVitPasses<S>::backward_head(const int32_t* labels, double* totals, flo
                                .width = k,
                                .accumulate = to.accumulate,
                                .partial_only = to.defer_sums};
-  if (to.defer_sums && batch_ <= kMostChunks) {
+  if (to.defer_sums && batch_ <= kMaxChunks) {
     to.report(head_bias.of_rows(), {index_.head_bias});
   } else {
     column_sum(stream_, head_bias);

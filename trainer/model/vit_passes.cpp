@@ -35,7 +35,7 @@ TypedVitPasses<S>::TypedVitPasses(const VitConfig& config, const Stream& stream,
       layout_(layout),
       options_(options),
       index_(find_parameters(parameters, config.depth)),
-      group_layers_(options.training ? std::clamp<int64_t>(options.groups.layers, 1, GradientGroups::kMost)
+      group_layers_(options.training ? std::clamp<int64_t>(options.groups.layers, 1, GradientGroups::kMax)
                                      : 1) {
   a_.layers.resize(static_cast<size_t>(config_.depth));
   Arena measure(nullptr);

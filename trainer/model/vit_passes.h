@@ -20,8 +20,8 @@ using EnterBlock = std::function<void(int block)>;
 // Adjacent layers whose weight gradients are computed together, in one batched product of each kind. This
 // fills a GPU and saves launches. A group's gradients are reported after its last layer.
 struct GradientGroups {
-  static constexpr int64_t kMost = kMostLayersInGroup;
-  int64_t layers = 1;  // layers in a group, 1 to kMost
+  static constexpr int64_t kMax = kMaxLayersInGroup;
+  int64_t layers = 1;  // layers in a group, 1 to kMax
   // True if ranks exchange gradients as they become ready. Layers 1 and 0, the last of backward, are then
   // groups of one layer, because little computation follows to hide their exchange.
   bool awaited = true;

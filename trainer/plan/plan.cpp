@@ -131,7 +131,7 @@ Plan make_plan(const PlanRequest& request) {
 
 namespace {
 
-constexpr int kMostSwitchLevels = 4;
+constexpr int kMaxSwitchLevels = 4;
 
 // Reads the keys of one JSON object.
 class ObjectReader {
@@ -240,8 +240,8 @@ void read_network(ObjectReader& from, const std::string& path, Cluster& cluster)
   nic.finish();
   if (!from.has("switches")) return;
   const Json& levels = from.get("switches");
-  if (!levels.is_array() || levels.size() > kMostSwitchLevels) {
-    from.fail(fmt::format("switches must be a list of at most {} levels", kMostSwitchLevels));
+  if (!levels.is_array() || levels.size() > kMaxSwitchLevels) {
+    from.fail(fmt::format("switches must be a list of at most {} levels", kMaxSwitchLevels));
   }
   for (const Json& entry : levels) {
     ObjectReader level(entry, path, fmt::format("switches[{}]", cluster.switches.size()));

@@ -218,7 +218,7 @@ std::vector<std::vector<double>> sent_by_level(const FlowRounds& rounds, const F
 
 namespace {
 
-constexpr int kLeastExponent = 10;  // smaller buffers take the time of 1 KiB
+constexpr int kMinExponent = 10;  // smaller buffers take the time of 1 KiB
 
 ScheduleKind transfers_of(ScheduleKind kind) {
   return kind == ScheduleKind::nccl ? ScheduleKind::ring : kind;
@@ -260,7 +260,7 @@ double SimulatedSchedule::knot_us(int exponent, double inside) {
   if (!is_new) return at->second;
   const double bytes = std::exp2(exponent);
   const double slices = std::ceil(bytes / outline().chunks / kSliceBytes);
-  const FlowRounds& rounds = flows(static_cast<int>(std::clamp<double>(slices, 1, Program::kMostSlices)));
+  const FlowRounds& rounds = flows(static_cast<int>(std::clamp<double>(slices, 1, Program::kMaxSlices)));
   return at->second = simulate_us(rounds, fabric_, bytes, inside * bytes);
 }
 
@@ -277,7 +277,7 @@ AllreduceCost SimulatedSchedule::cost(int64_t count, Wire wire, bool fp32_inside
     return out;
   }
   const double inside = fp32_inside ? static_cast<double>(kFp32->bytes(count)) / bytes : 1;
-  const int exponent = std::max(kLeastExponent, static_cast<int>(std::log2(bytes)));
+  const int exponent = std::max(kMinExponent, static_cast<int>(std::log2(bytes)));
   const double low = knot_us(exponent, inside), high = knot_us(exponent + 1, inside);
   out.us = low + (high - low) * std::max(0.0, bytes / std::exp2(exponent) - 1);
   return out;

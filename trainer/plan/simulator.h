@@ -28,8 +28,8 @@ class Fabric {
  public:
   // A level of the cluster: 0 inside nodes, 1 network cards, 2 and above the links upwards of switches.
   struct Path {
-    static constexpr int kMostLinks = 16;
-    std::array<int, kMostLinks> links{};
+    static constexpr int kMaxLinks = 16;
+    std::array<int, kMaxLinks> links{};
     int size = 0;
     int levels = 1;  // number of levels that the path enters, counted from the level below
     bool inside = false;

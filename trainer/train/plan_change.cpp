@@ -135,8 +135,8 @@ bool RankTrainer::agree_to_replan(int64_t steps_done) {
 namespace {
 
 constexpr const char* kType = "gradwire plan 1";
-constexpr uintmax_t kMostBytes = 100'000'000;  // a plan of 1024 ranks has about 60 MB, for its links
-constexpr double kMostBucketMb = 1 << 20;      // of --bucket-mb
+constexpr uintmax_t kMaxBytes = 100'000'000;  // a plan of 1024 ranks has about 60 MB, for its links
+constexpr double kMaxBucketMb = 1 << 20;      // of --bucket-mb
 // The settings that a plan is for.
 constexpr const char* kSettings[] = {"model", "ranks", "device"};
 
@@ -182,10 +182,10 @@ void check_choice(const SavedPlan& plan, const Json& choice, const AutoCompressi
                                   std::isfinite(error) ? fmt::format("{:.3g}", error) : "not recorded",
                                   request.error));
   }
-  if (!(plan.bucket_mb >= 1 && plan.bucket_mb <= kMostBucketMb) ||
+  if (!(plan.bucket_mb >= 1 && plan.bucket_mb <= kMaxBucketMb) ||
       plan.bucket_mb != std::floor(plan.bucket_mb)) {
     refuse_plan(path, fmt::format("bucket_mb {} is not a whole number of MiB from 1 to {}", plan.bucket_mb,
-                                  kMostBucketMb));
+                                  kMaxBucketMb));
   }
   if (bucket_mb && plan.bucket_mb != *bucket_mb) {
     refuse_plan(
@@ -209,7 +209,7 @@ std::optional<SavedPlan> SavedPlan::read(const AutoCompression& request, const T
   const std::string& path = request.plan;
   std::error_code ignored;
   if (!std::filesystem::exists(path, ignored)) return {};
-  if (const auto bytes = std::filesystem::file_size(path, ignored); !ignored && bytes > kMostBytes)
+  if (const auto bytes = std::filesystem::file_size(path, ignored); !ignored && bytes > kMaxBytes)
     refuse_plan(path, fmt::format("{} bytes are too many for a plan", bytes));
   const Json json = parse_json(read_regular_file(path));
   if (!json.is_object() || json.value("type", Json()) != kType)
@@ -271,10 +271,10 @@ void DriftDetector::add_step(double links_ms, double step_ms) {
     median_ = median(links_);
     std::vector<double> distances;
     for (double ms : links_) distances.push_back(std::abs(ms - median_));
-    deviation_ = std::max(kNormal * median(std::move(distances)), kLeast * median(steps_ms_));
+    deviation_ = std::max(kNormal * median(std::move(distances)), kMin * median(steps_ms_));
     return compare_with_prediction(median_);
   }
-  const double z = std::clamp((links_ms - median_) / deviation_, -kMost, kMost);
+  const double z = std::clamp((links_ms - median_) / deviation_, -kMax, kMax);
   above_ = std::max(0.0, above_ + z - kSlack);
   below_ = std::max(0.0, below_ - z - kSlack);
   latest_.push_back(links_ms);

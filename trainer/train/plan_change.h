@@ -67,9 +67,9 @@ struct SavedPlan {
 //
 // Links: a two-sided CUSUM of the times of the steps. The first kBaseline steps give the median and the
 // deviation (from the median absolute deviation, so that outliers count little). A later step adds its
-// standardized deviation, limited to kMost, minus the allowance kSlack. So an alarm needs more than
-// kLimit / (kMost - kSlack) = 8 steps, however large the change, and a change within kSlack deviations, or of
-// less than kSlack * kLeast = 5 % of a step, never raises one. False alarms are rarer than 1 in 10,000 steps,
+// standardized deviation, limited to kMax, minus the allowance kSlack. So an alarm needs more than
+// kLimit / (kMax - kSlack) = 8 steps, however large the change, and a change within kSlack deviations, or of
+// less than kSlack * kMin = 5 % of a step, never raises one. False alarms are rarer than 1 in 10,000 steps,
 // also for heavy tails and correlated times (tests/trainer/drift_test.cpp simulates them).
 //
 // Prediction: if the baseline's step is outside the predicted interval, and its links take twice as long as
@@ -83,7 +83,7 @@ class DriftDetector {
  public:
   static constexpr int kWarmup = 3;  // steps that are ignored, because caches and connections are cold
   static constexpr int kBaseline = 30;
-  static constexpr double kMost = 4, kSlack = 2, kLimit = 16, kLeast = 0.025;
+  static constexpr double kMax = 4, kSlack = 2, kLimit = 16, kMin = 0.025;
   static constexpr int kStreak = 2;
   static constexpr size_t kLatest = 8;
 

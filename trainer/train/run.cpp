@@ -30,7 +30,7 @@ namespace gradwire {
 namespace {
 
 // After a plan that was questioned and kept, the next alarm must wait, twice as long each time.
-constexpr int64_t kFirstQuiet = 100, kMostQuiet = 10'000;
+constexpr int64_t kFirstQuiet = 100, kMaxQuiet = 10'000;
 
 // Runs a rank from start to end, or until the group has grown (--elastic): one RankTrainer or, with
 // --compression auto, one after another, each with the plan that was the best when it began. After an error,
@@ -56,7 +56,7 @@ void run_rank(TrainConfig config, const SharedRun& shared, Communicator& comm,
       record.after = plan_flags(config);
       record.predicted = predicted_step(report);
       record.choice = choice_record(report, shared.plan->request, config.model, record.step, record.why);
-      const int64_t quiet = std::clamp(2 * (change ? change->quiet : 0), kFirstQuiet, kMostQuiet);
+      const int64_t quiet = std::clamp(2 * (change ? change->quiet : 0), kFirstQuiet, kMaxQuiet);
       next.quiet = record.before == record.after ? quiet : 0;
       change = std::move(next);
     }

@@ -113,7 +113,7 @@ inline ReducerOptions reducer_options(const TrainConfig& config, Tracer* tracer 
 // sends nothing, so no gradient is awaited.
 inline GradientGroups gradient_groups(const TrainConfig& config, const Device& device, int ranks) {
   if (device.is_host()) return {};
-  if (ranks == 1) return {.layers = GradientGroups::kMost, .awaited = false};
+  if (ranks == 1) return {.layers = GradientGroups::kMax, .awaited = false};
   return {.layers = config.gradient_group};
 }
 

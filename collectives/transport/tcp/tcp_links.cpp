@@ -314,12 +314,12 @@ void TcpLinks::poll_once(std::unique_lock<std::mutex>& lock, Poller& poller,
     owners.push_back(&link);
   }
   lock.unlock();
-  const int most_ms = milliseconds_until(deadline);
+  const int max_ms = milliseconds_until(deadline);
   if (again == LinkPacer::Time::max()) {
-    poll(entries.data(), entries.size(), most_ms);
+    poll(entries.data(), entries.size(), max_ms);
   } else {
     std::chrono::nanoseconds time = again - LinkPacer::Time::clock::now();
-    if (most_ms >= 0) time = std::min<std::chrono::nanoseconds>(time, std::chrono::milliseconds(most_ms));
+    if (max_ms >= 0) time = std::min<std::chrono::nanoseconds>(time, std::chrono::milliseconds(max_ms));
     time = std::max(time, std::chrono::nanoseconds::zero());
     const timespec left{.tv_sec = time.count() / 1'000'000'000, .tv_nsec = time.count() % 1'000'000'000};
     ppoll(entries.data(), entries.size(), &left, nullptr);
