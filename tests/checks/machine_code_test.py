@@ -107,6 +107,14 @@ class MachineCodeTest(unittest.TestCase):
                                            measured, "13.0")
         self.assertRegex(written, r"\(Merge\).*\| 97 % \|  \|\n.*\(Split\).*\| 60 to 97 % \|  \|")
 
+    def test_a_table_is_out_of_date_with_other_words_or_figures_that_registers_do_not_explain(self):
+        row = "| a_kernel | 2 | 40 | 48 | 24 (16) | 0.5 | 92 | 97 % | divisions |\n"
+        for other, expected in ((row, False), (row.replace("40 | 48", "44 | 40"), False),
+                                (row.replace("0.5", "0.6"), False), (row.replace("40 |", "48 |"), True),
+                                (row.replace("0.5", "0.7"), True), (row.replace("97 %", "98 %"), True),
+                                (row.replace("a_", "b_"), True), (row + row, True), ("", True)):
+            self.assertEqual(check_machine_code.differs(row, other), expected, other)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -38,7 +38,7 @@ IGNORED = re.compile("|".join([
     # A destructor cannot throw.
     r"^cuda(SetDevice|StreamSynchronize) .*::~",
     # The loader reads batches ahead for steps that the run does not have.
-    r" gradwire::Loader::Impl::work ",
+    r" gradwire::Loader::load_batches ",
 ]))
 
 
