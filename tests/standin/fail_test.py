@@ -109,6 +109,10 @@ def main():
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--last", type=int, default=sys.maxsize)
     options = parser.parse_args()
+    symbols = subprocess.run(["nm", "-C", options.gradwire], capture_output=True, text=True).stdout
+    for name in re.findall(r"gradwire::[\w:]+", IGNORED.pattern):
+        if symbols and f" {name}(" not in symbols:
+            sys.exit(f"{options.gradwire} has no function {name}, which IGNORED names")
     failures = 0
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         for index, name in enumerate([options.run] if options.run else RUNS):
