@@ -289,7 +289,7 @@ def main() -> int:
         refused.update({line.partition(" ")[2] for line in refusals})
         if outcome in ("wrong", "hung"):
             print(f"seed {seed}: {outcome}: {detail}", flush=True)
-    for line, count in refused.max_common():
+    for line, count in refused.most_common():
         print(f"refused in {count} sequences: {line}")
     print(f"{given.sequences} sequences of {given.kind} in {time.monotonic() - begin:.0f} s: " +
           ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("right", "refused", "wrong", "hung")))
