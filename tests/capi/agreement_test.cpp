@@ -55,6 +55,7 @@ class CApiAgreement : public testing::TestWithParam<const char*> {
   // Expects the call of every rank to fail with a text that contains all of `parts`.
   void expect_refused(const Act& act, const std::vector<std::string>& parts, int world = 2,
                       const std::function<int(int rank)>& ranks_per_node = {}) {
+    if (HasFailure()) return;  // each difference that is not noticed takes until the deadline
     for (const Outcome& o : outcomes(world, act, ranks_per_node)) {
       EXPECT_EQ(o.status, GW_COMM_FAILED) << o.text;
       EXPECT_LT(o.took, std::chrono::seconds(30)) << "not noticed, only timed out";

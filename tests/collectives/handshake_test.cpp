@@ -287,6 +287,21 @@ TEST(Secret, MustBeInAFileReadableOnlyByItsOwner) {
   EXPECT_NE(random_secret(), random_secret());
 }
 
+// A group may read a file that root owns (a Kubernetes secret with fsGroup), so root does not test mode 640.
+TEST(Secret, RejectsAFileWithAnyPermissionOfOtherUsers) {
+  const TemporaryFolder folder;
+  const std::string path = folder.path("secret");
+  std::ofstream(path) << "of the file\n";
+  setenv("GRADWIRE_SECRET_FILE", path.c_str(), 1);
+  for (const mode_t others : {001, 002, 004, 010, 020, 040, 044, 060}) {
+    if (others == 040 && geteuid() == 0) continue;
+    chmod(path.c_str(), 0600 | others);
+    expect_error<BadInput>([] { secret_from_environment(); },
+                           {path, fmt::format("mode {:03o}", 0600 | others), "chmod 600"});
+  }
+  unsetenv("GRADWIRE_SECRET_FILE");
+}
+
 TEST(RejectedConnections, LogsEachAddressAndLimitsTheLinesOfAFlood) {
   RejectedConnections listener;
   EXPECT_EQ(listener.note("10.0.0.7", "hung up"), "rejected a connection from 10.0.0.7: hung up");

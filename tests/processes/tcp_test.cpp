@@ -314,6 +314,16 @@ INSTANTIATE_TEST_SUITE_P(OneRank, TcpFault,
                                             ::testing::Values(2)),
                          fault_name);
 
+// A deadline that passes without an answer is not an error of the connection.
+TEST(Tcp, ReportsAMissedDeadlineNotALostConnection) {
+  auto ranks =
+      run_processes("Misbehaving", 2,
+                    {.timeout = 2000ms, .never_ending = {1}, .options = {{"how", "stopped"}, {"who", "1"}}});
+  EXPECT_EQ(ranks[0].exit_code, 3) << ranks[0].output;
+  expect_has(ranks[0].output, {"step 5", "not done after 2000 ms", "no answer from rank 1"});
+  EXPECT_EQ(ranks[0].output.find("connection lost"), std::string::npos) << ranks[0].output;
+}
+
 RANK_PROGRAM(JustJoins) {
   join(me);
 }

@@ -49,6 +49,11 @@ TEST_F(SafetensorsTest, RoundTrips) {
   EXPECT_THROW(cut_short.finish(), Error);
 }
 
+TEST_F(SafetensorsTest, RejectsEntriesOfEqualName) {
+  const std::vector<SafetensorsWriter::Entry> entries{{"a", {2}}, {"b", {2}}, {"a", {3}}};
+  expect_error<Error>([&] { SafetensorsWriter(path_, {}, entries); }, {path_, "two tensors named 'a'"});
+}
+
 TEST_F(SafetensorsTest, SeveralWritersProduceTheFileOfOne) {
   const std::vector<float> values{1, 2, 3, 4, 5, 6, 7, 8, 9};
   const std::vector<SafetensorsWriter::Entry> entries{{"a", {5}}, {"b", {2, 2}}};
