@@ -15,6 +15,7 @@ from command import as_user  # noqa: E402
 # nccl-tests' columns for an operation in place.
 STANDARD_COLUMNS = ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
 QUICK = ["-n", 2, "-w", 1]
+SCHEDULES = ["ring", "tree", "two_shot", "hierarchical"]  # the last needs nodes of several ranks
 
 
 class Collectives(BenchTest):
@@ -38,7 +39,7 @@ class Collectives(BenchTest):
         self.check(rows, "local", 4)
         self.assertEqual([(r["size_bytes"], r["spec"], r["schedule"]) for r in rows],
                          [(size, spec, schedule) for size in (1000, 64000) for spec in specs
-                          for schedule in ("ring", "tree", "two_shot", "hierarchical")])
+                          for schedule in SCHEDULES])
         errors = {
             "fp32": (1e-9, 1e-6), "bf16": (1e-3, 1e-2), "fp8": (1e-2, 1e-1), "powersgd:rank=2": (0.5, 1.1)}
         for row in rows:
@@ -102,7 +103,7 @@ class Collectives(BenchTest):
             rows, _ = self.rows("collectives", "--transport", "local", "--ranks", ranks, "-b", "4K", "-e",
                                 "4K", *QUICK, "--compression", "bf16")
             self.check(rows, "local", ranks)
-            self.assertEqual([r["schedule"] for r in rows], ["ring", "tree", "two_shot"])
+            self.assertEqual([r["schedule"] for r in rows], SCHEDULES[:-1])
         rows, _ = self.rows("collectives", "--transport", "local", "--ranks", 20, "-b", "8K", "-e", "8K",
                             *QUICK, "-c", 0, "--compression", "fp32:schedule=tree")
         self.assertEqual([(r["schedule"], r["wrong"], r["rel_error"]) for r in rows], [("tree", None, None)])
@@ -231,7 +232,8 @@ class Numerics(BenchTest):
         rows, _ = self.rows("numerics", "--ranks", "2,4", "--elements", 500)
         cases = {(r["ranks"], r["schedule"], r["compression"]): r for r in rows}
         self.assertEqual(len(cases), len(rows))
-        self.assertEqual(len(rows), (3 + 5) * 7)  # a world of 2 has no nodes of 2 ranks
+        # A world of 2 has no nodes of 2 ranks; 4 ranks also have FP32 inside of nodes.
+        self.assertEqual(len(rows), (len(SCHEDULES) - 1 + len(SCHEDULES) + 1) * 7)
         self.assertEqual([cases[4, "ring", wire]["lossy_steps"] for wire in ("fp32", "bf16")], [0, 4])
         self.assertEqual(cases[4, "hierarchical,intra_node=fp32", "bf16"]["lossy_steps"], 2)
         for (_, _, wire), row in cases.items():
@@ -242,7 +244,7 @@ class Numerics(BenchTest):
         rows, _ = self.rows("numerics", "--ranks", "2", "--elements", 500, "--spec", "int4:block=32",
                             "--spec", "eden:bits=1")
         self.assertEqual({r["compression"] for r in rows}, {"int4:block=32", "eden:bits=1"})
-        self.assertEqual(len(rows), 3 * 2)
+        self.assertEqual(len(rows), (len(SCHEDULES) - 1) * 2)
 
     def test_bad_input(self):
         self.refuse("numerics --spec powersgd:rank=4", "powersgd:rank=4", "wire format")

@@ -9,7 +9,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <map>
 #include <random>
 
 #include "bench/harness/command.h"
@@ -23,6 +22,9 @@
 
 namespace gradwire::bench {
 namespace {
+
+// The words of --collective, in the order of Collective.
+const std::vector<std::string> kCollectives = {"allreduce", "reduce_scatter", "all_gather", "broadcast"};
 
 void drop_a_transfer(Schedule& s) {
   for (auto rounds = s.rounds.rbegin(); rounds != s.rounds.rend(); ++rounds) {
@@ -47,12 +49,9 @@ class Schedules final : public Command {
         "Run each schedule in that many slices: each slice starts one round after the previous one, and its "
         "own rounds are two apart",
         CLI::Range(1, 1024));
-    add("--collective", collective_, "allreduce (default), reduce_scatter, all_gather or broadcast")
-        ->transform(CLI::CheckedTransformer(
-            std::map<std::string, Collective>{{"allreduce", Collective::allreduce},
-                                              {"reduce_scatter", Collective::reduce_scatter},
-                                              {"all_gather", Collective::all_gather},
-                                              {"broadcast", Collective::broadcast}}));
+    add("--collective", collective_text_, "allreduce, reduce_scatter, all_gather or broadcast",
+        CLI::IsMember(kCollectives))
+        ->capture_default_str();
     add("--root", root_, "Root of a broadcast; in smaller worlds, the last rank", CLI::Range(0, 1023));
     add("--size-mb", size_mb_, "Buffer size for the table", CLI::PositiveNumber);
     add("--check", check_, "Prove every schedule of every world; exit code 1 if one is wrong");
@@ -73,6 +72,8 @@ class Schedules final : public Command {
 
   int run() override {
     open();
+    collective_ =
+        static_cast<Collective>(std::ranges::find(kCollectives, collective_text_) - kCollectives.begin());
     const bool right = check_ ? check_all() : print_table();
     write_files();
     return right ? 0 : 1;
@@ -87,8 +88,7 @@ class Schedules final : public Command {
     const int root = std::min(root_, world - 1);
     for (ScheduleKind kind : all_schedules()) {
       if (kind == ScheduleKind::hierarchical) continue;  // below, in several shapes
-      if (kind == ScheduleKind::tree && broadcasts) continue;
-      if (kind == ScheduleKind::two_shot && world > kMaxInputs + 1 && !broadcasts) continue;
+      if (broadcasts ? !has_broadcast(kind) : world > max_world(kind)) continue;
       all.emplace_back(name(kind), broadcasts ? broadcast(kind, world, root) : make_schedule(kind, world));
     }
     for (int per_node : per_nodes) {
@@ -185,6 +185,7 @@ class Schedules final : public Command {
 
   std::vector<int> worlds_ = {2, 4, 8, 16, 32, 64};
   int per_node_ = 0, slices_ = 1, root_ = 0, max_ranks_ = 64;
+  std::string collective_text_ = "allreduce";
   Collective collective_ = Collective::allreduce;
   double size_mb_ = 25;
   bool check_ = false, damage_ = false;

@@ -81,7 +81,7 @@ SchedulePlanner::SchedulePlanner(const CompressionSpec& spec, Collective collect
     return;
   }
   const bool broadcast = collective == Collective::broadcast;  // a broadcast adds no contributions
-  if (world <= kMaxInputs + 1 || broadcast) add(ScheduleKind::two_shot);
+  if (world <= max_world(ScheduleKind::two_shot) || broadcast) add(ScheduleKind::two_shot);
   const bool nodes = ranks_per_node > 1 && ranks_per_node < world && world % ranks_per_node == 0;
   if (nodes && (ranks_per_node <= kMaxInputs || broadcast)) add(ScheduleKind::hierarchical);
   if (world > 2) {  // with two ranks, all schedules are the same

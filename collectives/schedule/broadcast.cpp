@@ -105,6 +105,9 @@ Schedule enter_nodes_once(int nodes, int per_node, int root) {
 Schedule broadcast(ScheduleKind kind, int world, int root, Topology topology) {
   if (world < 1) throw BadInput("a schedule needs at least 1 rank, got {}", world);
   if (root < 0 || root >= world) throw BadInput("root is {} in a world of {}", root, world);
+  if (!has_broadcast(kind)) {
+    throw BadInput("schedule={} has no broadcast; use schedule=ring, two_shot or hierarchical", name(kind));
+  }
   switch (kind) {
     case ScheduleKind::ring:
       return chain(world, root);
@@ -114,10 +117,7 @@ Schedule broadcast(ScheduleKind kind, int world, int root, Topology topology) {
       const Topology t = detail::complete(topology, world);
       return enter_nodes_once(t.nodes, t.per_node, root);
     }
-    case ScheduleKind::tree:
-    case ScheduleKind::nccl:
-      throw BadInput("schedule={} has no broadcast; use schedule=ring, two_shot or hierarchical", name(kind));
-    case ScheduleKind::automatic:
+    default:
       break;
   }
   throw Error("broadcast: schedule=auto must be resolved by the planner");

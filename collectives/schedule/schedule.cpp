@@ -1,6 +1,8 @@
 #include "collectives/schedule/schedule.h"
 
 #include <algorithm>
+#include <iterator>
+#include <limits>
 #include <numeric>
 
 #include "kernels/wire/format.h"
@@ -13,15 +15,65 @@ const char* name(Collective collective) {
   return kNames[static_cast<size_t>(collective)];
 }
 
+namespace {
+
+// Emits a hierarchical schedule. With very many nodes, the nodes form a ring, because each step of a ring
+// adds a single message.
+void emit_nodes(int world, Topology topology, const TransferSink& sink) {
+  const Topology t = detail::complete(topology, world);
+  const bool straight = t.nodes + t.per_node - 2 <= kMaxInputs;
+  detail::emit_hierarchical(t.nodes, t.per_node, straight ? ScheduleKind::two_shot : ScheduleKind::ring,
+                            sink);
+}
+
+template <void (*kEmit)(int world, const TransferSink& sink)>
+void emit_flat(int world, Topology, const TransferSink& sink) {
+  kEmit(world, sink);
+}
+
+constexpr int kAnyWorld = std::numeric_limits<int>::max();
+
+// The kinds, in the order of ScheduleKind. emit: null if the transfers are unknown.
+struct KindRow {
+  const char* name;
+  void (*emit)(int world, Topology topology, const TransferSink& sink);
+  bool has_broadcast;
+  int max_world;
+};
+constexpr KindRow kKinds[] = {{"auto", nullptr, true, kAnyWorld},
+                              {"ring", emit_flat<detail::emit_ring>, true, kAnyWorld},
+                              {"tree", emit_flat<detail::emit_double_tree>, false, kAnyWorld},
+                              {"two_shot", emit_flat<detail::emit_two_shot>, true, kMaxInputs + 1},
+                              {"hierarchical", emit_nodes, true, kAnyWorld},
+                              {"nccl", nullptr, false, kAnyWorld}};
+
+const KindRow& row(ScheduleKind kind) {
+  return kKinds[static_cast<size_t>(kind)];
+}
+
+}  // namespace
+
 const char* name(ScheduleKind kind) {
-  constexpr const char* kNames[] = {"auto", "ring", "tree", "two_shot", "hierarchical", "nccl"};
-  return kNames[static_cast<size_t>(kind)];
+  return row(kind).name;
 }
 
 const std::vector<ScheduleKind>& all_schedules() {
-  static const std::vector<ScheduleKind> all = {ScheduleKind::ring, ScheduleKind::tree,
-                                                ScheduleKind::two_shot, ScheduleKind::hierarchical};
-  return all;
+  static const std::vector<ScheduleKind> kAll = [] {
+    std::vector<ScheduleKind> all;
+    for (size_t kind = 0; kind < std::size(kKinds); ++kind) {
+      if (kKinds[kind].emit != nullptr) all.push_back(static_cast<ScheduleKind>(kind));
+    }
+    return all;
+  }();
+  return kAll;
+}
+
+bool has_broadcast(ScheduleKind kind) {
+  return row(kind).has_broadcast;
+}
+
+int max_world(ScheduleKind kind) {
+  return row(kind).max_world;
 }
 
 namespace detail {
@@ -249,30 +301,13 @@ Schedule make_schedule(Collective collective, ScheduleKind kind, int world, Topo
 }
 
 void emit_schedule(ScheduleKind kind, int world, Topology topology, const TransferSink& sink) {
-  constexpr int kMaxTwoShot = kMaxInputs + 1;
-  switch (kind) {
-    case ScheduleKind::ring:
-      return detail::emit_ring(world, sink);
-    case ScheduleKind::two_shot:
-      if (world > kMaxTwoShot) {
-        throw BadInput("schedule=two_shot serves at most {} ranks, not {}; use schedule=ring", kMaxTwoShot,
-                       world);
-      }
-      return detail::emit_two_shot(world, sink);
-    case ScheduleKind::tree:
-      return detail::emit_double_tree(world, sink);
-    case ScheduleKind::hierarchical: {
-      Topology t = detail::complete(topology, world);
-      // With very many nodes, use a ring between nodes, because each step of a ring adds a single message.
-      const bool straight = t.nodes + t.per_node - 2 <= kMaxInputs;
-      return detail::emit_hierarchical(t.nodes, t.per_node,
-                                       straight ? ScheduleKind::two_shot : ScheduleKind::ring, sink);
-    }
-    case ScheduleKind::automatic:
-    case ScheduleKind::nccl:
-      break;
+  const KindRow& is = row(kind);
+  if (is.emit == nullptr) throw Error("emit_schedule: the transfers of schedule={} are unknown", is.name);
+  if (world > is.max_world) {
+    throw BadInput("schedule={} serves at most {} ranks, not {}; use schedule=ring", is.name, is.max_world,
+                   world);
   }
-  throw Error("emit_schedule: the transfers of schedule={} are unknown", name(kind));
+  is.emit(world, topology, sink);
 }
 
 Schedule make_schedule(ScheduleKind kind, int world, Topology topology) {

@@ -33,14 +33,17 @@
 namespace gradwire {
 
 enum class Collective : uint8_t { allreduce, reduce_scatter, all_gather, broadcast };
-// The arrangement of transfers. `automatic`: the planner (collectives/plan) chooses another kind. `nccl`:
-// NCCL arranges them.
+// The arrangement of transfers; schedule.cpp has a row for each. `automatic`: the planner (collectives/plan)
+// chooses another kind. `nccl`: NCCL arranges them.
 enum class ScheduleKind : uint8_t { automatic, ring, tree, two_shot, hierarchical, nccl };
 
 const char* name(Collective collective);
 const char* name(ScheduleKind kind);  // the name in specs: "auto", "ring", ...
 // Returns the kinds whose transfers are known: all but `automatic` and `nccl`.
 const std::vector<ScheduleKind>& all_schedules();
+bool has_broadcast(ScheduleKind kind);
+// Returns the largest world that an allreduce of this kind serves.
+int max_world(ScheduleKind kind);
 
 struct Step {
   enum class Kind : uint8_t { send, recv_reduce, recv_copy };

@@ -19,25 +19,19 @@ inline Schedule random_schedule(std::mt19937_64& random, int most, bool halves =
   int n = 1 + up_to(most - 1);
   Schedule s;
   if (halves && random() % 6 == 0) {
-    const ScheduleKind kinds[] = {ScheduleKind::ring, ScheduleKind::two_shot, ScheduleKind::hierarchical};
+    std::vector<ScheduleKind> kinds = all_schedules();
+    std::erase_if(kinds, [](ScheduleKind kind) { return !has_broadcast(kind); });
     const int nodes = up_to(n), world = nodes * std::max(nodes == 1 ? 2 : 1, n / nodes);
-    s = broadcast(kinds[random() % 3], world, up_to(world) - 1, {.nodes = nodes});
+    s = broadcast(kinds[random() % kinds.size()], world, up_to(world) - 1, {.nodes = nodes});
     return random() % 3 == 0 ? pipelined(s, 1 + up_to(3)) : s;
   }
-  switch (random() % 5) {
-    case 0:
-      s = ring(n);
-      break;
-    case 1:
-      s = two_shot(n);
-      break;
-    case 2:
-      s = double_tree(n);
-      break;
-    default:
-      int nodes = up_to(n);
-      int per_node = std::max(nodes == 1 ? 2 : 1, n / nodes);
-      s = hierarchical(nodes, per_node, random() % 2 ? ScheduleKind::two_shot : ScheduleKind::ring);
+  // Hierarchical schedules have many shapes, so they are drawn more often.
+  const size_t kind = random() % (all_schedules().size() + 1);
+  if (kind < all_schedules().size() && all_schedules()[kind] != ScheduleKind::hierarchical) {
+    s = make_schedule(all_schedules()[kind], n);
+  } else {
+    const int nodes = up_to(n), per_node = std::max(nodes == 1 ? 2 : 1, n / nodes);
+    s = hierarchical(nodes, per_node, random() % 2 ? ScheduleKind::two_shot : ScheduleKind::ring);
   }
   if (halves && random() % 3 == 0) s = random() % 2 ? reduce_scatter(s) : all_gather(s);
   return random() % 3 == 0 ? pipelined(s, 1 + up_to(3)) : s;

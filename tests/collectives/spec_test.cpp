@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "runtime/util/error.h"
+#include "tests/collectives/example_specs.h"
 #include "tests/support/expect.h"
 
 namespace gradwire {
@@ -48,6 +49,10 @@ TEST(Spec, TextSurvivesARoundTrip) {
     CompressionSpec spec = CompressionSpec::parse(text);
     EXPECT_EQ(spec.to_string(), text);
     EXPECT_EQ(CompressionSpec::parse(spec.to_string()), spec);
+  }
+  for (const std::string& text : example_specs()) {
+    const CompressionSpec spec = CompressionSpec::parse(text);
+    EXPECT_EQ(CompressionSpec::parse(spec.to_string()), spec) << text;
   }
   EXPECT_EQ(CompressionSpec::parse("bf16:round=nearest,ef=on").to_string(), "bf16");
   EXPECT_EQ(CompressionSpec::parse("powersgd").rank, 1);

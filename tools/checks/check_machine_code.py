@@ -228,7 +228,7 @@ def table(all_: dict[str, Figures], budgets: dict[str, Budget], measured: dict[s
              "of copy | measured | outside the limits because |", "|---" * 9 + "|"]
     for name, one in sorted(all_.items()):
         reason = budgets[name].reason if name in budgets else ""
-        seen = measured.get(name, measured.get(name.split("(")[0], ""))
+        seen = measured.get(name, "not timed" if "(" in name else "")
         timed = seen != "-"
         lines.append(
             f"| {name} | {one.instantiations} | {one.registers} | {one.warps} | {one.kb_in_flight:.0f} "

@@ -3,9 +3,9 @@
 
     check_size.py ROOT [--print]
 
-sizes.tsv has a row for each folder (lines and files) and for each ratio. A value above its limit fails, and
-so does a value more than 2 % below its limit, so that what was won is kept. --print prints the table with
-the present values. Functions and types are counted by ctags (their definitions).
+sizes.tsv has a row for each folder (lines and files) and for each ratio. A value more than 0.5 % above its
+limit fails, and so does a value more than 2 % below it, so that what was won is kept. Small changes need no
+edit of the table; a release sets it to the values of --print. Functions and types are counted by ctags (their definitions).
 """
 import collections
 import pathlib
@@ -69,7 +69,7 @@ def main() -> int:
              for name in sorted(limits.keys() ^ values.keys())]
     for name in sorted(limits.keys() & values.keys()):
         value, limit = values[name], float(limits[name])
-        if value > limit + 0.005:
+        if value > limit * 1.005 + 0.005:
             wrong.append(f"{name}: {value:.6g}, limit {limit:.6g}: make the change smaller; or lower "
                          "another folder's limit by as much, raise this one, and say in the commit what went")
         elif value < limit * 0.98 - 1:

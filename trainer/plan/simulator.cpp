@@ -242,9 +242,8 @@ SimulatedSchedule::SimulatedSchedule(ScheduleKind kind, const Cluster& cluster, 
 
 bool SimulatedSchedule::supports(ScheduleKind kind, const Cluster& cluster, int ranks) {
   const int per_node = std::min(ranks, cluster.gpus_per_node);
-  if (kind == ScheduleKind::two_shot) return ranks <= kMaxInputs + 1;
   if (kind == ScheduleKind::hierarchical) return per_node > 1 && per_node < ranks && per_node <= kMaxInputs;
-  return kind != ScheduleKind::automatic;
+  return kind != ScheduleKind::automatic && ranks <= max_world(kind);
 }
 
 const FlowRounds& SimulatedSchedule::flows(int slices) {

@@ -59,8 +59,7 @@ def read(spec: str) -> LowRankSpec:
     for option in split(spec)[1]:
         if option.partition("=")[0] in _REFUSED:
             raise _native.BadArgument(f"replicas={spec!r} has the option {option}: PowerSGD over replicas "
-                                      "takes rank, min_ratio, seed, start, wire and the options of wire's "
-                                      "format")
+                                      f"does not take {', '.join(_REFUSED)}")
     info = info_of(spec)
     return LowRankSpec(spec, encoded_once(info.wire), info.start, info.seed)
 

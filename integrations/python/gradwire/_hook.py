@@ -40,17 +40,14 @@ class Hook(HookBuckets):
     process group. If the names came from a model, call name_parameters(model) before DDP's first step.
 
     Args:
-        spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or
-            `powersgd:rank=R[,wire=FORMAT][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]`, or
-            `randk:ratio=X[,wire=FORMAT][,seed=S]`, each with ",ef=on|off|ef21", ",start=N" and
-            ",schedule=auto|ring|tree|two_shot|hierarchical|nccl". With ",momentum=X" the optimizer's must be 0.
-            Or `auto[:error=E][,allow=SPEC+SPEC...]`: averages in FP32, measures, and chooses the spec of the
+        spec: a spec of docs/formats.md, such as "fp32", "bf16:round=stochastic" or
+            "powersgd:rank=4,wire=int8,start=1000". With ",momentum=X" the optimizer's must be 0. Or `auto[:error=E][,allow=SPEC+SPEC...]`: averages in FP32, measures, and chooses the spec of the
             shortest predicted step whose error is at most E: see `choice`.
         process_group: DDP's process group. None: the group of `model`, or the default group.
         model: provides the parameters' names for error messages and state_dict(). None: parameters are
             numbered in the order of DDP's first buckets, which is the same in every run of the same model.
-        timeout_s: the longest wait for a peer that is connected but silent, in seconds or as a timedelta; by default half an hour, as in
-            PyTorch. Then backward() raises with the text of gradwire.CommFailed.
+        timeout_s: the longest wait for a peer that is connected but silent, in seconds or as a timedelta; by
+            default half an hour, as in PyTorch. Then backward() raises with the text of gradwire.CommFailed.
         comm: a communicator to use in place of the process group's. Nothing else may use the communicator
             until close().
         seed: for stochastic rounding.
