@@ -333,7 +333,9 @@ def main() -> int:
     before, _, rest = text.partition(GENERATED[0])
     there, _, after = rest.partition(GENERATED[1])
     if options.write:
-        page.write_text(before + now + after)
+        old = {row.split("|")[1]: row for row in there.splitlines() if "|" in row}
+        rows = [(row, old.get(row.split("|")[1], row) if "|" in row else row) for row in now.splitlines()]
+        page.write_text(before + "\n".join(row if differs(was, row) else was for row, was in rows) + after)
     elif f"From nvcc {toolkit}," in there and differs(GENERATED[0] + there + GENERATED[1], now):
         wrong.append("the table of docs/results/machine-code.md is out of date: run make machine-code")
     architectures = sorted({function["architecture"] for function in read})
