@@ -341,7 +341,8 @@ def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) 
 
 def _first_factor(leaf: Any, number: int, rows: int, rank: int, seed: int) -> Any:
     """Returns the library's first Q of an array, with alternate=on followed by P."""
-    factor, flags = np.zeros((rows, rank), np.float32), np.zeros(1, np.int32)
+    factor: Any = np.zeros((rows, rank), np.float32)
+    flags: Any = np.zeros(1, np.int32)
     cols = matrix(leaf.shape)[1]
     with Communicator() as alone:
         for second, part in ((True, factor[:cols]), (False, factor[cols:])):
