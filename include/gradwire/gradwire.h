@@ -515,9 +515,9 @@ typedef struct gw_call_options {
  * @param dtype    type of the elements. A sum beyond float16 is infinity there.
  * @param op       #GW_SUM or #GW_AVG.
  * @param spec     a format of docs/formats.md, such as "fp32" or "bf16:round=stochastic,schedule=tree", or
- *                 your own. "powersgd" and "randk" need a reducer. ef= has no effect: there is error feedback
- * if options->residual is set. Formats whose encode may lose more than its input, such as "qsgd:bits=4", take
- * no residual.
+ *                 your own. "powersgd" and "randk" need a reducer. ef= has no effect: there is error
+ *                 feedback if options->residual is set. Formats whose encode may lose more than its input,
+ *                 such as "qsgd:bits=4", take no residual.
  * @param stream   see the top; may differ.
  * @param options  may be null: no tag, no residual, no request. The residual has (count) elements.
  * @return #GW_BAD_ARGUMENT, #GW_COMM_FAILED, #GW_DEVICE_FAILED, #GW_UNSUPPORTED.
@@ -662,10 +662,10 @@ typedef struct gw_reducer_options {
  * here, on the communicator's device, and not during a step.
  *
  * @param comm       the communicator.
- * @param spec       a spec of docs/formats.md, such as "bf16:round=stochastic", "powersgd:rank=4,wire=int8"
- * or "randk:ratio=0.01,schedule=ring". The first schedule=auto on a communicator of more than two processes
- * measures its links, for at most 0.3 s and 5 % of timeout_ms if round trips take less than 5 ms. A named
- * schedule measures nothing.
+ * @param spec       a spec of docs/formats.md, such as "bf16" or "powersgd:rank=4,wire=int8". The first
+ *                   schedule=auto on a communicator of more than two processes measures its links, for at
+ *                   most 0.3 s and 5 % of timeout_ms if round trips take less than 5 ms. A named schedule
+ *                   measures nothing.
  * @param tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this
  *                   order. Ranks compare names, shapes and order here. Copied.
  * @param n_tensors  0 or more.

@@ -41,7 +41,8 @@ class Hook(HookBuckets):
 
     Args:
         spec: a spec of docs/formats.md, such as "fp32", "bf16:round=stochastic" or
-            "powersgd:rank=4,wire=int8,start=1000". With ",momentum=X" the optimizer's must be 0. Or `auto[:error=E][,allow=SPEC+SPEC...]`: averages in FP32, measures, and chooses the spec of the
+            "powersgd:rank=4,wire=int8,start=1000". With ",momentum=X" the optimizer's must be 0. Or
+            `auto[:error=E][,allow=SPEC+SPEC...]`: averages in FP32, measures, and chooses the spec of the
             shortest predicted step whose error is at most E: see `choice`.
         process_group: DDP's process group. None: the group of `model`, or the default group.
         model: provides the parameters' names for error messages and state_dict(). None: parameters are

@@ -308,9 +308,9 @@ class Compression:
             of each other mesh dimension, such as tensor parallelism's: (rank, ranks)}, "parameters": names of
             parameters with error feedback, "tensors": {name: {"steps", "residual": float32 of the parameter's
             whole shape (with tensor parallelism, of this rank's part), and with HSDP "replica_residual":
-            float32 of this rank's shard, padded, 1-D, and "dim": its dimension; with PowerSGD "factor": Q, (columns, rank), and
-            "factor_steps"}}}, on the CPU. "tensors" lacks parameters that had no gradient yet, but for
-            "factor_steps".
+            float32 of this rank's shard, padded, 1-D, and "dim", along which the parameter is sharded; with
+            PowerSGD "factor": Q, (columns, rank), and "factor_steps"}}}, on the CPU. "tensors" lacks parameters
+            that had no gradient yet, but for "factor_steps".
 
         Raises:
             BadHandle: close() was called.
