@@ -7,9 +7,11 @@ Trains for a few steps: bytes and ratios must be equal and, on a processor with 
 to the last digit. With GRADWIRE_FULL_SWEEPS=1, trains like `make demo` but without links, which change no
 bits, and compares the accuracies.
 """
+import collections
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,6 +44,24 @@ class Demo(unittest.TestCase):
     def test_readme_has_the_tables_of_the_record(self):
         block = self.demo.BLOCK.search((ROOT / "README.md").read_text())
         self.assertEqual(block[0], self.demo.text_of(self.record), "make demo-readme writes both")
+
+    def test_the_tables_of_ddp_at_1_gigabit_have_the_medians_of_the_raw_data(self):
+        modes, figures = collections.defaultdict(list), {}
+        for item in json.loads((ROOT / "docs/results/2026-11-23-ddp/speed.json").read_text())["items"]:
+            modes[item["mode"]].append(item)
+        for mode, items in modes.items():
+            ms = statistics.median(statistics.median(item["step_ms"]) for item in items)
+            base = figures[next(iter(modes))][3] if figures else ms
+            sent = statistics.median(item["sent_bytes"] for item in items)
+            figures[mode] = (f"{sent / 1e6:.1f}", f"{ms:.0f}", f"{base / ms:.2f}", ms)
+        names = {"PyTorch, no hook": "PyTorch, fp32", "PyTorch, FP32": "PyTorch, fp32"}
+        for page, count in (("README.md", 6), ("docs/for-pytorch.md", len(figures))):
+            lines = (ROOT / page).read_text().splitlines()
+            first = next(at for at, line in enumerate(lines) if "MB sent per step | ms per step" in line)
+            for line in lines[first + 2:first + 2 + count]:
+                name, *cells = (cell.strip(" *x") for cell in line.replace("`", "").split("|")[1:5])
+                name = names.get(name, name.removeprefix("Gradwire "))
+                self.assertEqual(tuple(cells), figures[name][:3], f"{page}: {name}")
 
     def test_compression_pays_on_the_slow_link_only(self):
         fp32, *others = self.record["links"]
