@@ -8,11 +8,13 @@ import inspect
 import os
 import pathlib
 import pickle
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 import unittest
 import unittest.mock
 import zipfile
@@ -99,6 +101,17 @@ class Hooks(unittest.TestCase):
 
 WITHOUT = {k: v for k, v in os.environ.items() if k not in ("GRADWIRE_LIBRARY", "PYTHONPATH")}
 NOWHERE = {**os.environ, "GRADWIRE_LIBRARY": "/nowhere/libgradwire.so"}
+SMALL_MODEL = """
+import torch
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 512))
+    x = torch.randn(64, 256)
+    return model, lambda: torch.nn.functional.cross_entropy(model(x), x.argmax(1))
+def wrong():
+    return build()[0]
+def broken():
+    raise ValueError("a reason")
+"""
 ONE_RANK = "import gradwire; gradwire.Communicator().close(); "
 
 
@@ -142,6 +155,19 @@ class Package(unittest.TestCase):
         ours = [ctypes.sizeof(struct) for struct in structs.values()]
         ours += [getattr(structs[name], field).offset for name, field in members]
         self.assertEqual([int(s) for s in sizes], ours)
+
+    def test_dir_lists_public_names_and_wrong_specs_fail_in_few_frames(self) -> None:
+        listed = {name for name in dir(gradwire) if not name.startswith("__")}
+        self.assertEqual(listed - {"torch", "doctor", "backend"}, set(gradwire.__all__))
+        with self.assertRaisesRegex(TypeError, "^spec must be a str such as .int8. .*, not 8$"):
+            gradwire.torch.Hook(8)  # type: ignore[arg-type]
+        for spec in ("int9", "auto:allow=int9"):
+            try:
+                self.fail(str(gradwire.torch.Hook(spec)))
+            except ValueError as error:
+                self.assertIn("int9", str(error))
+                self.assertEqual(len(traceback.extract_tb(error.__traceback__)), 2)  # with this one
+
 
     def test_import_needs_neither_torch_nor_numpy(self) -> None:
         code = ONE_RANK + "import sys; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
@@ -195,6 +221,43 @@ class Package(unittest.TestCase):
                                        ("", named, "2.66.6 26606")):
             environment = {**os.environ, "PYTHONPATH": ":".join([str(self.folder), *sys.path]), **more}
             self.assertEqual(self.output(before + ask, env=environment), expected)
+
+    def test_doctor_recommends_compression_for_slow_links_only(self) -> None:
+        (self.folder / "small.py").write_text(SMALL_MODEL)
+        doctor = ["-m", "gradwire.doctor", "--ranks", "4", "--model"]
+        slow, fast = (self.python(*doctor, "small.py:build", "--link", link).stdout
+                      for link in ("10Mbit,1ms", "1000000Tbps"))
+        self.assertRegex(slow, r'Recommendation: compress\(ddp_model, "int8"\), [0-9.]+ times as fast')
+        self.assertIn("Recommendation: no compression.", fast)
+        for model, link, error in (("small.py", "1Gbit", "'small.py' is not FILE.py:BUILD"),
+                                   ("no.py:build", "1Gbit", "there is no file no.py"),
+                                   ("small.py:no", "1Gbit", "no function 'no'; it has build, wrong, broken"),
+                                   ("small.py:wrong", "1Gbit", r"wrong\(\) must return \(model, loss\)"),
+                                   ("small.py:broken", "1Gbit", r"ValueError: a reason \(.*small.py:\d+\)"),
+                                   ("small.py:build", "1GB", "--link '1GB' is not RATE")):
+            failed = self.python(*doctor, model, "--link", link, code=2)
+            self.assertRegex(failed.stderr, f"^gradwire.doctor: .*{error}.*\n$")
+            self.assertEqual(failed.stdout, "")
+
+    def test_predicted_steps_and_compression_shrink_as_links_get_faster(self) -> None:
+        from gradwire import _predict
+        costs = _predict.Costs(100, 60, [1 << 20, 25 << 20, 20 << 20],
+                               {"fp32": (0, 0, 48e6), "int8": (0.01, 5, 12e6), "int4": (0.05, 10, 6.5e6)})
+        rates = [10.0 ** n for n in range(6, 15)]
+        tables = [_predict.predict(costs, _predict.Link(rate, 0.1), 4) for rate in rates]
+        for slow, fast in zip(tables, tables[1:]):
+            self.assertTrue(all(a.step_ms >= b.step_ms for a, b in zip(slow, fast)))
+            self.assertLessEqual(*(_predict.recommended(t, 0.1).error for t in (fast, slow)))
+        first, last = (_predict.recommended(t, 0.1).spec for t in (tables[0], tables[-1]))
+        self.assertEqual((first, last), ("int4", "fp32"))
+        self.assertEqual({_predict.recommended(t, 0.0).spec for t in tables}, {"fp32"})
+
+    def test_the_example_for_ddp_trains_and_compares(self) -> None:
+        shown = self.python(str(PACKAGE / "examples/ddp.py"), "int8").stdout
+        found = re.findall(r"^(fp32|int8) +[0-9.]+ ms per step +([0-9,]+) bytes  loss (.+)$", shown, re.M)
+        (_, plain, plain_loss), (_, sent, loss) = found
+        self.assertGreater(int(plain.replace(",", "")), 3.5 * int(sent.replace(",", "")))
+        self.assertAlmostEqual(float(loss), float(plain_loss), delta=0.02)
 
     def test_version_matches_the_header(self) -> None:
         header = (PACKAGE.parents[1] / "include" / "gradwire" / "gradwire.h").read_text()
