@@ -230,9 +230,9 @@ class Package(unittest.TestCase):
         self.assertRegex(slow, r'Recommendation: compress\(ddp_model, "int8"\), [0-9.]+ times as fast')
         self.assertIn("Recommendation: no compression.", fast)
         for model, link, error in (("small.py", "1Gbit", "'small.py' is not FILE.py:BUILD"),
-                                   ("no.py:build", "1Gbit", "there is no file no.py"),
-                                   ("small.py:no", "1Gbit", "no function 'no'; it has build, wrong, broken"),
-                                   ("small.py:wrong", "1Gbit", r"wrong\(\) must return \(model, loss\)"),
+                                   ("no.py:build", "1Gbit", "'no.py:build' is not FILE.py:BUILD"),
+                                   ("small.py:no", "1Gbit", r"small.py needs a function no\(\) that returns"),
+                                   ("small.py:wrong", "1Gbit", r"wrong\(\) that returns \(model, loss\)"),
                                    ("small.py:broken", "1Gbit", r"ValueError: a reason \(.*small.py:\d+\)"),
                                    ("small.py:build", "1GB", "--link '1GB' is not RATE")):
             failed = self.python(*doctor, model, "--link", link, code=2)
@@ -244,7 +244,7 @@ class Package(unittest.TestCase):
         costs = _predict.Costs(100, 60, [1 << 20, 25 << 20, 20 << 20],
                                {"fp32": (0, 0, 48e6), "int8": (0.01, 5, 12e6), "int4": (0.05, 10, 6.5e6)})
         rates = [10.0 ** n for n in range(6, 15)]
-        tables = [_predict.predict(costs, _predict.Link(rate, 0.1), 4) for rate in rates]
+        tables = [_predict.predict(costs, (rate, 0.1), 4) for rate in rates]
         for slow, fast in zip(tables, tables[1:]):
             self.assertTrue(all(a.step_ms >= b.step_ms for a, b in zip(slow, fast)))
             self.assertLessEqual(*(_predict.recommended(t, 0.1).error for t in (fast, slow)))

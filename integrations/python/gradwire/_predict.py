@@ -6,10 +6,11 @@ Forward, backward and compression are measured on this machine; sending is compu
 """
 from __future__ import annotations
 
-import importlib.util
-import pathlib
+import os
 import re
+import runpy
 import statistics
+import sys
 import time
 import traceback
 from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
@@ -25,13 +26,6 @@ _MEASURE_S, _LEAST = 3.0, 3  # time of the timed steps, and their least number
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # DDP's defaults, in bytes
 _PACKET = 1514 / 1448  # bytes of a full Ethernet packet per byte of payload
 _TIE = 1.05  # as gw_choose()
-
-
-class Link(NamedTuple):
-    """A rank's link: its rate, and the delay from sender to receiver."""
-
-    bits_per_s: float
-    delay_ms: float
 
 
 class Costs(NamedTuple):
@@ -61,50 +55,39 @@ class Prediction(NamedTuple):
     step_ms: float
 
 
-def link_of(text: str) -> Link:
-    """Parses RATE[,DELAY], such as "1Gbit" and "100Mbps,20ms". Raises BadArgument."""
+def link_of(text: str) -> Tuple[float, float]:
+    """Returns (bits per second, delay in ms) of RATE[,DELAY], such as "100Mbps,20ms". Raises BadArgument."""
     found = re.fullmatch(r"(\d+\.?\d*)([kmgt]?)(?:bit|bps|bit/s)(?:,(\d+\.?\d*)(us|ms|s))?", text, re.I)
     if found is None or float(found[1]) == 0:
         raise _native.BadArgument(f"--link {text!r} is not RATE[,DELAY]: write for example 1Gbit, 100Mbps or "
                                   "10Gbit,50us")
     scale = 1000.0 ** " kmgt".index(found[2].lower() or " ")
     unit = {"us": 1e-3, "ms": 1.0, "s": 1e3}[(found[4] or "ms").lower()]
-    return Link(float(found[1]) * scale, float(found[3] or 0) * unit)
+    return float(found[1]) * scale, float(found[3] or 0) * unit
 
 
 def load(place: str) -> Tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
     """Returns what BUILD() of "FILE.py:BUILD" returns: a model and its loss function. Raises BadArgument."""
     file, _, name = place.rpartition(":")
-    path = pathlib.Path(file)
-    if not file or not name.isidentifier():
-        raise _native.BadArgument(f"--model {place!r} is not FILE.py:BUILD, such as train.py:build")
-    if not path.is_file():
-        raise _native.BadArgument(f"--model {place}: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise _native.BadArgument(f"--model {place}: {file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    if not os.path.isfile(file) or not name.isidentifier():
+        raise _native.BadArgument(f"--model {place!r} is not FILE.py:BUILD, a file and a function in it")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for the file's imports
     try:
-        spec.loader.exec_module(module)
-        build = getattr(module, name, None)
+        build = runpy.run_path(file).get(name)
         made = build() if callable(build) else None
     except (Exception, SystemExit) as error:
         raise _failed(place, error) from error
-    if build is None or not callable(build):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == path.stem]
-        raise _native.BadArgument(f"--model {place}: {file} has no function {name!r}; it has "
-                                  f"{', '.join(own) or 'none'}")
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (None, None)
     if isinstance(model, torch.nn.Module) and callable(loss):
         return model, loss
-    raise _native.BadArgument(f"--model {place}: {name}() must return (model, loss): a torch.nn.Module, and "
-                              "a function without arguments that returns the loss of one batch")
+    raise _native.BadArgument(f"--model {place}: {file} needs a function {name}() that returns (model, "
+                              "loss): a torch.nn.Module, and a function that returns the loss of one batch")
 
 
 def _failed(place: str, error: BaseException) -> _native.BadArgument:
-    frames = traceback.extract_tb(error.__traceback__)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     return _native.BadArgument(f"--model {place}: {type(error).__name__}: {str(error).partition(chr(10))[0]} "
-                               f"({frames[-1].filename}:{frames[-1].lineno})")
+                               f"({frame.filename}:{frame.lineno})")
 
 
 def measure(place: str, specs: Sequence[str]) -> Costs:
@@ -173,13 +156,13 @@ def _try(specs: Sequence[str], gradients: Dict[str, Any]) -> Dict[str, Tuple[flo
             for spec, (error, ms, sent) in zip(specs, first)}
 
 
-def predict(costs: Costs, link: Link, ranks: int) -> List[Prediction]:
-    """Predicts a step with each spec of `costs` for ranks that have such a link each."""
+def predict(costs: Costs, link: Tuple[float, float], ranks: int) -> List[Prediction]:
+    """Predicts a step with each spec of `costs` for ranks that have a link_of() each."""
     found = []
     for spec, (error, compress_ms, two_ranks_send) in costs.specs.items():
         sent = two_ranks_send * 2 * (ranks - 1) / ranks  # of an allreduce in two halves
         exchanges = 2 * (2 if "powersgd" in spec else 1) * len(costs.buckets)
-        send_ms = 1e3 * 8 * sent * _PACKET / link.bits_per_s + exchanges * link.delay_ms
+        send_ms = 1e3 * 8 * sent * _PACKET / link[0] + exchanges * link[1]
         done = end = 0.0
         for size in costs.buckets:  # sent in order, each when backward has completed it
             share = size / sum(costs.buckets)
