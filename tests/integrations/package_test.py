@@ -264,17 +264,41 @@ class Package(unittest.TestCase):
         for part, number in zip(("MAJOR", "MINOR", "PATCH"), gradwire.__version__.split(".")):
             self.assertIn(f"#define GW_VERSION_{part} {number}\n", header)
 
-    def test_pip_install_includes_the_library(self) -> None:
+    def test_pip_compiles_the_host_side_unless_asked_for_cuda(self) -> None:
+        source, tools = self.copy_of_the_package("integrations", "python"), self.folder / "tools"
+        shutil.copytree(PACKAGE.parents[1] / "include", self.folder / "include")
+        tools.mkdir()
+        for name, body in (("cmake", 'echo "cmake $*"; [ "$1" != --build ] || { mkdir -p "$2/lib"; '
+                                     'touch "$2/lib/libgradwire.so"; }'), ("nvcc", ""), ("ninja", "")):
+            (tools / name).write_text(f"#!/bin/sh\n{body}\n")
+            (tools / name).chmod(0o755)
+        for flags, last in (("", "OFF"), ("-DGRADWIRE_CUDA=ON", "ON")):
+            environment = {**WITHOUT, "PATH": f"{tools}:{os.environ['PATH']}", "CMAKE_ARGS": flags}
+            shutil.rmtree(source / "build", ignore_errors=True)
+            shown = subprocess.run([sys.executable, "-c", "import build_backend as b; b.build_wheel('.')"],
+                                   cwd=source, env=environment, check=True, capture_output=True, text=True)
+            self.assertIn("gradwire: compiling libgradwire.so, about three minutes", shown.stdout)
+            self.assertEqual(re.findall(r"-DGRADWIRE_CUDA=(\w+)", shown.stdout)[-1], last)
+
+    def test_pip_install_includes_the_library_and_the_pages_that_messages_name(self) -> None:
         if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode != 0:
             self.fail("pip is missing; Debian has it as python3-pip (with python3-setuptools, python3-wheel)")
         target = self.folder / "installed"
+        source = self.copy_of_the_package("checkout", "integrations", "python")
+        pages = subprocess.run(["git", "grep", "-hoE", r"docs/[a-z-]+\.md", "--", "collectives", "kernels",
+                                "integrations/python/gradwire"], cwd=PACKAGE.parents[1], capture_output=True,
+                               text=True)
+        (self.folder / "checkout/docs").mkdir()
+        for page in (PACKAGE.parents[1] / "docs").glob("*.md"):
+            shutil.copy(page, self.folder / "checkout/docs")
         self.python("-m", "pip", "install", "--quiet", "--no-index", "--no-build-isolation", "--no-deps",
                     "--disable-pip-version-check", "--target", str(target),
-                    str(self.copy_of_the_package("source")))
+                    str(source))
         version, file = self.output(ONE_RANK + "print(gradwire.__version__, gradwire.__file__)",
                                     env={**WITHOUT, "PYTHONPATH": str(target)}).split()
         self.assertEqual((version, pathlib.Path(file).parent), (gradwire.__version__, target / "gradwire"))
-        for name in ("py.typed", "libgradwire.so"):
+        self.assertIn("docs/formats.md\n", pages.stdout)
+        for name in {"py.typed", "libgradwire.so", *pages.stdout.split()}:
             self.assertTrue((target / "gradwire" / name).exists(), name)
         metadata = next(target.glob("gradwire-*.dist-info/METADATA")).read_text()
         self.assertRegex(metadata, r"Requires-Dist: nvidia-nccl-cu13.*extra == .cuda.")
