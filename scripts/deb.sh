@@ -35,7 +35,7 @@ check() {
   done
 }
 # Messages name these pages.
-pages=$(git grep -hoE "docs/[a-z-]+\.md" -- '*.cpp' '*.h' '*.cu' '*.cuh' | sort -u)
+pages=$(grep -rhoE "docs/[a-z-]+\.md" include runtime kernels collectives trainer bench | sort -u)
 # shellcheck disable=SC2086
 check libgradwire-dev doc/libgradwire-dev/copyright ${pages//docs\//doc/libgradwire-dev/}
 # shellcheck disable=SC2086
