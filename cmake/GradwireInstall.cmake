@@ -11,6 +11,16 @@ function(gradwire_folders component)
     execute_process(COMMAND sh -c "umask 022 && mkdir -p \"$0\"" "$ENV{DESTDIR}${path}")
   endforeach()]] COMPONENT ${component})
 endfunction()
+
+# gradwire_pages(COMPONENT PACKAGE): the license, and the pages that messages name, docs/*.md.
+function(gradwire_pages component package)
+  file(GLOB pages CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/docs/*.md)
+  gradwire_folders(${component} ${CMAKE_INSTALL_DATADIR}/doc/${package})
+  install(FILES ${PROJECT_SOURCE_DIR}/cmake/copyright ${pages}
+    DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/${package} COMPONENT ${component})
+endfunction()
+gradwire_pages(library libgradwire-dev)
+
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/gradwire)
 set(pc_dir ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 gradwire_folders(library ${package_dir} ${pc_dir} ${CMAKE_INSTALL_INCLUDEDIR}/gradwire)
@@ -52,8 +62,20 @@ set(CPACK_PACKAGE_NAME gradwire)
 set(CPACK_PACKAGE_CONTACT "Gradwire's developers")
 set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
 set(CPACK_COMPONENTS_ALL library program)
-set(CPACK_COMPONENT_LIBRARY_DESCRIPTION "Gradient compression for data-parallel training: the C library")
-set(CPACK_COMPONENT_PROGRAM_DESCRIPTION "Gradient compression for data-parallel training: the programs")
+set(CPACK_COMPONENT_LIBRARY_DESCRIPTION "gradient compression for data-parallel training: the C library
+Averages gradients over the ranks of a training run, over TCP or NCCL, in
+8, 4 and fewer bits per element or as low-rank factors, with error feedback:
+what one step's encoding loses is sent in a later step.
+.
+The package contains libgradwire.so, its header gradwire.h, files for CMake's
+find_package(gradwire) and pkg-config, and the documentation.")
+set(CPACK_COMPONENT_PROGRAM_DESCRIPTION "gradient compression for data-parallel training: the programs
+gradwire trains vision transformers on several ranks with compressed
+gradients, compares compressions, recommends one for a machine's links
+(gradwire doctor) or for a cluster (gradwire plan), and reports on runs.
+gradwire-bench measures kernels, wire formats and collective operations.
+.
+The package contains the programs, their man pages, and the documentation.")
 set(CPACK_DEB_COMPONENT_INSTALL ON)
 set(CPACK_DEBIAN_LIBRARY_PACKAGE_NAME libgradwire-dev)
 set(CPACK_DEBIAN_LIBRARY_PACKAGE_SECTION libdevel)

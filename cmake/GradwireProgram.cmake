@@ -3,6 +3,7 @@ include(GNUInstallDirs)
 
 set(data_dir ${CMAKE_INSTALL_DATADIR}/gradwire)
 set(private_dir ${CMAKE_INSTALL_LIBDIR}/gradwire)
+gradwire_pages(program gradwire)
 gradwire_folders(program ${CMAKE_INSTALL_BINDIR} ${private_dir} ${data_dir})
 
 # Where the programs look for Python programs (trainer/cli/commands.cpp) and their private library.

@@ -34,6 +34,12 @@ check() {
     grep -q "/$file\( ->.*\)\?$" <<< "$packed" || { echo "deb: the package $1 has no $file" >&2; exit 1; }
   done
 }
+# Messages name these pages.
+pages=$(grep -rhoE "docs/[a-z-]+\.md" include runtime kernels collectives trainer bench | sort -u)
+# shellcheck disable=SC2086
+check libgradwire-dev doc/libgradwire-dev/copyright ${pages//docs\//doc/libgradwire-dev/}
+# shellcheck disable=SC2086
+check gradwire doc/gradwire/copyright ${pages//docs\//doc/gradwire/}
 check libgradwire-dev libgradwire.so "$(readlink build/lib/libgradwire.so)" gradwire.h gradwire.pc gradwireConfig.cmake
 check gradwire bin/gradwire bin/gradwire-bench gradwire/libgradwire_blas.so report/report.py \
   man/man1/gradwire.1 man/man1/gradwire-bench.1

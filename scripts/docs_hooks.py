@@ -14,6 +14,9 @@ import sys
 import docs_c_api
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+# The address of the sources; until it is set (CONTRIBUTING.md) links to sources become text.
+SOURCE, = re.findall(r'^Source = "(.+)"$', (ROOT / "integrations/python/pyproject.toml").read_text(), re.M)
+SOURCE = "" if "gradwire.example" in SOURCE else f"{SOURCE}/blob/main"
 PYTHON_MODULES = ("gradwire", "gradwire.torch", "gradwire.fsdp", "gradwire.jax", "gradwire.lightning",
                   "gradwire.accelerate", "gradwire.transformers")
 # Room for the 110 columns of an example, and no line breaks inside a table's code.
@@ -79,7 +82,7 @@ def on_page_markdown(markdown, page, config, files):
     folder = os.path.dirname(page.file.src_uri)
     parts = FENCED.split(markdown)
     for i in range(0, len(parts), 2):
-        parts[i] = LINK.sub(lambda match: link(match, folder, config.extra["source"]), parts[i])
+        parts[i] = LINK.sub(lambda match: link(match, folder, SOURCE), parts[i])
         parts[i] = NAMED.sub(r"[\1](\1.md)", parts[i]) if not folder else parts[i]
         parts[i] = TEXT_THEN_LIST.sub(r"\1\n", parts[i])
     # GitHub needs a backslash in front of | in a table's code; here it would be shown.

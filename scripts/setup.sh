@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that Gradwire needs. Does nothing if all packages are installed. If a package
-# cannot be installed, names the feature that the missing package disables and continues.
+# Installs the packages of Debian 12 that Gradwire needs (Ubuntu 24.04 was not tried). Does nothing if all are
+# installed. If a package cannot be installed, names the feature that the missing package disables and
+# continues. On other systems, prints the packages by feature.
 #
 #   scripts/setup.sh        packages of the build, the demo, the tests and the tools
 #   scripts/setup.sh demo   only the packages of the build and of make demo
@@ -38,8 +39,27 @@ case ${1:-} in demo) ;; '') optional+=("${tests[@]}") ;;
   *) echo "setup: '$1' is not a set of packages: demo, or nothing for all" >&2; exit 2 ;; esac
 
 if ! command -v dpkg-query > /dev/null; then
-  echo "setup: not a Debian system, so nothing is installed; see scripts/setup.sh for what is needed"
+  list() {  # prints one line for each feature
+    local entry last=
+    for entry in "$@"; do
+      [ "${entry#*:}" = "$last" ] || printf '%s  %s:' "${last:+$'\n'}" "${entry#*:}"
+      last=${entry#*:}
+      printf ' %s' "${entry%%:*}"
+    done
+    echo
+  }
+  echo "setup: neither Debian nor Ubuntu, so nothing is installed. The build needs what these Debian packages have:"
+  list "${required[@]}"
+  echo "Optional, by feature:"
+  list "${optional[@]}"
   exit 0
+fi
+
+# Ubuntu 24.04 has Chromium as a snap only, which containers cannot install. Without it one test is skipped.
+if grep -qs '^ID=ubuntu' /etc/os-release; then
+  for i in "${!optional[@]}"; do
+    case ${optional[i]} in chromium*) unset "optional[$i]" ;; esac
+  done
 fi
 
 installed() { [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2> /dev/null)" = installed ]; }

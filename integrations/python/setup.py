@@ -1,8 +1,8 @@
 """Builds the package, including libgradwire.so.
 
 The library is the file in GRADWIRE_LIBRARY, or the source tree's build/lib/libgradwire.so. If there is none,
-it is compiled, which takes a compiler, CMake, Ninja and fmt, and nvcc for its CUDA side. CMAKE_ARGS adds
-CMake arguments. A source archive includes the library's sources.
+its host side is compiled, which takes a compiler, CMake, Ninja and fmt. CMAKE_ARGS adds CMake arguments:
+CMAKE_ARGS=-DGRADWIRE_CUDA=ON adds the CUDA side, with nvcc. A source archive includes the library's sources.
 """
 import ctypes
 import os
@@ -52,16 +52,24 @@ def compiled(folder: pathlib.Path) -> pathlib.Path:
         sys.exit("gradwire: there is no libgradwire.so, and no source tree to compile it from: install from "
                  "a checkout of Gradwire, or set GRADWIRE_LIBRARY to a library")
     configure = ["cmake", "-S", SOURCE, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
-                 "-DGRADWIRE_TESTS=OFF", "-DGRADWIRE_LIBRARY_ONLY=ON",
-                 *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
+                 "-DGRADWIRE_TESTS=OFF", "-DGRADWIRE_LIBRARY_ONLY=ON", "-DGRADWIRE_CUDA=OFF",
+                 *shlex.split(os.environ.get("CMAKE_ARGS", ""))]  # the last -DGRADWIRE_CUDA counts
+    print("gradwire: compiling libgradwire.so, about three minutes on two cores; with its CUDA side "
+          "(CMAKE_ARGS=-DGRADWIRE_CUDA=ON, which needs nvcc) six", flush=True)
     try:
         subprocess.run(configure, check=True)
         subprocess.run(["cmake", "--build", folder, "--target", "gradwire_shared"], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(f"gradwire: libgradwire.so could not be built ({error}). It needs a C++20 compiler and fmt: "
-                 "apt install g++ libfmt-dev. If nvcc is older than CUDA 13, build without the CUDA side: "
-                 "CMAKE_ARGS=-DGRADWIRE_CUDA=OFF")
+                 "apt install g++ libfmt-dev; with CMAKE_ARGS=-DGRADWIRE_CUDA=ON also CUDA 13's nvcc")
     return folder / "lib" / "libgradwire.so"
+
+
+def copy_pages(folder: pathlib.Path) -> None:
+    """Copies the pages that messages name: docs/*.md."""
+    folder.mkdir(exist_ok=True)
+    for page in (SOURCE / "docs").glob("*.md"):
+        shutil.copy2(page, folder)
 
 
 class BuildWithLibrary(build_py):
@@ -79,6 +87,7 @@ class BuildWithLibrary(build_py):
         target = pathlib.Path(self.build_lib, "gradwire")
         found = library() or compiled(pathlib.Path(self.build_lib).resolve().parent / "library")
         shutil.copy2(found, target / "libgradwire.so")
+        copy_pages(target / "docs")
         (target / "_version.py").write_text(
             f'"""Made by setup.py from gradwire.h."""\n__version__ = "{version()}"\n')
 
@@ -96,6 +105,7 @@ class SdistWithSources(sdist):
             else:
                 (target / "source").mkdir(exist_ok=True)
                 shutil.copy2(SOURCE / name, target / "source")
+        copy_pages(target / "source" / "docs")
         share(target)
 
 

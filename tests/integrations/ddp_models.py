@@ -71,7 +71,13 @@ def compress_finds_the_one_ddp() -> None:
         ddp = ddp_of(small())
         with closing(compress(holder(ddp))) as hook:
             train(ddp, 1)
-            check(hook.spec == Hook().spec == "int8" and hook.stats()["steps"] == 1, f"{hook.stats()}")
+            stats = hook.stats()
+            check(hook.spec == Hook().spec == "int8" and stats["steps"] == 1, f"{stats}")
+            check(stats["ratio"] == stats["dense_bytes"] / stats["wire_bytes"] > 1, f"{stats}")
+            check(f"'int8': {WORLD} ranks, 1 DDP buckets" in repr(hook), repr(hook))
+            train(ddp, 2)
+            total = hook.stats()["total_wire_bytes"]
+            check(3 * stats["wire_bytes"] <= total < 4 * stats["wire_bytes"], f"{total} bytes, {stats}")
     refused(lambda: compress(nn.ModuleList([ddp_of(small()), ddp_of(small())])), BAD, "ModuleList has 2",
             "compress() for each")
     refused(lambda: compress(nn.DataParallel(small())), BAD,

@@ -8,11 +8,13 @@ import inspect
 import os
 import pathlib
 import pickle
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 import unittest
 import unittest.mock
 import zipfile
@@ -99,6 +101,17 @@ class Hooks(unittest.TestCase):
 
 WITHOUT = {k: v for k, v in os.environ.items() if k not in ("GRADWIRE_LIBRARY", "PYTHONPATH")}
 NOWHERE = {**os.environ, "GRADWIRE_LIBRARY": "/nowhere/libgradwire.so"}
+SMALL_MODEL = """
+import torch
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 512))
+    x = torch.randn(64, 256)
+    return model, lambda: torch.nn.functional.cross_entropy(model(x), x.argmax(1))
+def wrong():
+    return build()[0]
+def broken():
+    raise ValueError("a reason")
+"""
 ONE_RANK = "import gradwire; gradwire.Communicator().close(); "
 
 
@@ -142,6 +155,19 @@ class Package(unittest.TestCase):
         ours = [ctypes.sizeof(struct) for struct in structs.values()]
         ours += [getattr(structs[name], field).offset for name, field in members]
         self.assertEqual([int(s) for s in sizes], ours)
+
+    def test_dir_lists_public_names_and_wrong_specs_fail_in_few_frames(self) -> None:
+        listed = {name for name in dir(gradwire) if not name.startswith("__")}
+        self.assertEqual(listed - {"torch", "doctor", "backend"}, set(gradwire.__all__))
+        with self.assertRaisesRegex(TypeError, "^spec must be a str such as .int8. .*, not 8$"):
+            gradwire.torch.Hook(8)  # type: ignore[arg-type]
+        for spec in ("int9", "auto:allow=int9"):
+            try:
+                self.fail(str(gradwire.torch.Hook(spec)))
+            except ValueError as error:
+                self.assertIn("int9", str(error))
+                self.assertEqual(len(traceback.extract_tb(error.__traceback__)), 2)  # with this one
+
 
     def test_import_needs_neither_torch_nor_numpy(self) -> None:
         code = ONE_RANK + "import sys; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
@@ -196,22 +222,83 @@ class Package(unittest.TestCase):
             environment = {**os.environ, "PYTHONPATH": ":".join([str(self.folder), *sys.path]), **more}
             self.assertEqual(self.output(before + ask, env=environment), expected)
 
+    def test_doctor_recommends_compression_for_slow_links_only(self) -> None:
+        (self.folder / "small.py").write_text(SMALL_MODEL)
+        doctor = ["-m", "gradwire.doctor", "--ranks", "4", "--model"]
+        slow, fast = (self.python(*doctor, "small.py:build", "--link", link).stdout
+                      for link in ("10Mbit,1ms", "1000000Tbps"))
+        self.assertRegex(slow, r'Recommendation: compress\(ddp_model, "int8"\), [0-9.]+ times as fast')
+        self.assertIn("Recommendation: no compression.", fast)
+        for model, link, error in (("small.py", "1Gbit", "'small.py' is not FILE.py:BUILD"),
+                                   ("no.py:build", "1Gbit", "'no.py:build' is not FILE.py:BUILD"),
+                                   ("small.py:no", "1Gbit", r"small.py needs a function no\(\) that returns"),
+                                   ("small.py:wrong", "1Gbit", r"wrong\(\) that returns \(model, loss\)"),
+                                   ("small.py:broken", "1Gbit", r"ValueError: a reason \(.*small.py:\d+\)"),
+                                   ("small.py:build", "1GB", "--link '1GB' is not RATE")):
+            failed = self.python(*doctor, model, "--link", link, code=2)
+            self.assertRegex(failed.stderr, f"^gradwire.doctor: .*{error}.*\n$")
+            self.assertEqual(failed.stdout, "")
+
+    def test_predicted_steps_and_compression_shrink_as_links_get_faster(self) -> None:
+        from gradwire import _predict
+        costs = _predict.Costs(100, 60, [1 << 20, 25 << 20, 20 << 20],
+                               {"fp32": (0, 0, 48e6), "int8": (0.01, 5, 12e6), "int4": (0.05, 10, 6.5e6)})
+        rates = [10.0 ** n for n in range(6, 15)]
+        tables = [_predict.predict(costs, (rate, 0.1), 4) for rate in rates]
+        for slow, fast in zip(tables, tables[1:]):
+            self.assertTrue(all(a.step_ms >= b.step_ms for a, b in zip(slow, fast)))
+            self.assertLessEqual(*(_predict.recommended(t, 0.1).error for t in (fast, slow)))
+        first, last = (_predict.recommended(t, 0.1).spec for t in (tables[0], tables[-1]))
+        self.assertEqual((first, last), ("int4", "fp32"))
+        self.assertEqual({_predict.recommended(t, 0.0).spec for t in tables}, {"fp32"})
+
+    def test_the_example_for_ddp_trains_and_compares(self) -> None:
+        shown = self.python(str(PACKAGE / "examples/ddp.py"), "int8").stdout
+        found = re.findall(r"^(fp32|int8) +[0-9.]+ ms per step +([0-9,]+) bytes  loss (.+)$", shown, re.M)
+        (_, plain, plain_loss), (_, sent, loss) = found
+        self.assertGreater(int(plain.replace(",", "")), 3.5 * int(sent.replace(",", "")))
+        self.assertAlmostEqual(float(loss), float(plain_loss), delta=0.02)
+
     def test_version_matches_the_header(self) -> None:
         header = (PACKAGE.parents[1] / "include" / "gradwire" / "gradwire.h").read_text()
         for part, number in zip(("MAJOR", "MINOR", "PATCH"), gradwire.__version__.split(".")):
             self.assertIn(f"#define GW_VERSION_{part} {number}\n", header)
 
-    def test_pip_install_includes_the_library(self) -> None:
+    def test_pip_compiles_the_host_side_unless_asked_for_cuda(self) -> None:
+        source, tools = self.copy_of_the_package("integrations", "python"), self.folder / "tools"
+        shutil.copytree(PACKAGE.parents[1] / "include", self.folder / "include")
+        tools.mkdir()
+        for name, body in (("cmake", 'echo "cmake $*"; [ "$1" != --build ] || { mkdir -p "$2/lib"; '
+                                     'touch "$2/lib/libgradwire.so"; }'), ("nvcc", ""), ("ninja", "")):
+            (tools / name).write_text(f"#!/bin/sh\n{body}\n")
+            (tools / name).chmod(0o755)
+        for flags, last in (("", "OFF"), ("-DGRADWIRE_CUDA=ON", "ON")):
+            environment = {**WITHOUT, "PATH": f"{tools}:{os.environ['PATH']}", "CMAKE_ARGS": flags}
+            shutil.rmtree(source / "build", ignore_errors=True)
+            shown = subprocess.run([sys.executable, "-c", "import build_backend as b; b.build_wheel('.')"],
+                                   cwd=source, env=environment, check=True, capture_output=True, text=True)
+            self.assertIn("gradwire: compiling libgradwire.so, about three minutes", shown.stdout)
+            self.assertEqual(re.findall(r"-DGRADWIRE_CUDA=(\w+)", shown.stdout)[-1], last)
+
+    def test_pip_install_includes_the_library_and_the_pages_that_messages_name(self) -> None:
         if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode != 0:
             self.fail("pip is missing; Debian has it as python3-pip (with python3-setuptools, python3-wheel)")
         target = self.folder / "installed"
+        source = self.copy_of_the_package("checkout", "integrations", "python")
+        pages = subprocess.run(["git", "grep", "-hoE", r"docs/[a-z-]+\.md", "--", "collectives", "kernels",
+                                "integrations/python/gradwire"], cwd=PACKAGE.parents[1], capture_output=True,
+                               text=True)
+        (self.folder / "checkout/docs").mkdir()
+        for page in (PACKAGE.parents[1] / "docs").glob("*.md"):
+            shutil.copy(page, self.folder / "checkout/docs")
         self.python("-m", "pip", "install", "--quiet", "--no-index", "--no-build-isolation", "--no-deps",
                     "--disable-pip-version-check", "--target", str(target),
-                    str(self.copy_of_the_package("source")))
+                    str(source))
         version, file = self.output(ONE_RANK + "print(gradwire.__version__, gradwire.__file__)",
                                     env={**WITHOUT, "PYTHONPATH": str(target)}).split()
         self.assertEqual((version, pathlib.Path(file).parent), (gradwire.__version__, target / "gradwire"))
-        for name in ("py.typed", "libgradwire.so"):
+        self.assertIn("docs/formats.md\n", pages.stdout)
+        for name in {"py.typed", "libgradwire.so", *pages.stdout.split()}:
             self.assertTrue((target / "gradwire" / name).exists(), name)
         metadata = next(target.glob("gradwire-*.dist-info/METADATA")).read_text()
         self.assertRegex(metadata, r"Requires-Dist: nvidia-nccl-cu13.*extra == .cuda.")

@@ -107,6 +107,28 @@ def backend(examples: List[str], _: str) -> None:
         assert error[0] <= off <= error[1], (group, off)
 
 
+def logging(examples: List[str], _: str) -> None:
+    """Logs to wandb and MLflow, or to stand-ins that record what the examples log."""
+    import sys
+    from types import SimpleNamespace
+
+    from gradwire.torch import compress
+    logged: List[Any] = []
+    record = lambda *args, **named: logged.append((args, named))  # noqa: E731
+    sys.modules["wandb"] = SimpleNamespace(  # type: ignore[assignment]
+        init=lambda **_: SimpleNamespace(log=record))
+    sys.modules["mlflow"] = SimpleNamespace(log_param=record, log_metrics=record)  # type: ignore[assignment]
+    given = names(steps=2, train_step=train_torch)
+    given["hook"] = compress(given["ddp_model"])
+    for example in examples:
+        exec(example, given)
+    (wandb_row,), named = logged[1]
+    assert named == {"step": 1} and wandb_row["gradwire/ratio"] > 3, logged
+    assert wandb_row["gradwire/total_wire_bytes"] > wandb_row["gradwire/wire_bytes"], logged
+    assert logged[2][0] == ("compression", "int8") and logged[4][1] == {"step": 1}, logged
+    assert all(isinstance(v, (int, float)) for row in (wandb_row, logged[4][0][0]) for v in row.values())
+
+
 def without_ddp(examples: List[str], address: str) -> None:
     import numpy as np
 
@@ -140,9 +162,12 @@ SESSIONS = {
         needs_torch(2, 2)),
     "backend": Session(2, backend, ["from gradwire.torch import register_backend", "register_backend(None"],
                        needs_torch(2, 9)),
+    "logging": Session(2, logging, ["import wandb", "import mlflow"]),
     "without DDP": Session(2, without_ddp, ["gradwire.allreduce_(tensor"]),
 }
 NOT_RUN = [
-    ("cmake --preset", "package_test.py installs with pip and runs the doctor; the build is this test's own"),
+    ("pip install -v", "package_test.py installs with pip, and runs the doctor and the example"),
+    ("python -m gradwire.doctor --model", "package_test.py runs it with a model"),
+    ("step = forward", "a formula"),
     ("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "torchrun_test.py runs it, and kills some of its ranks"),
     ('pip install "gradwire', "make wheel installs the wheel; its extra downloads NVIDIA's NCCL, of 200 MB")]

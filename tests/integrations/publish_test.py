@@ -91,6 +91,11 @@ class Archive(unittest.TestCase):
             copy = {path.relative_to(again).as_posix() for path in again.rglob("*") if path.is_file()}
             self.assertEqual(files, copy)
 
+    def test_the_projects_addresses_are_in_one_place(self) -> None:
+        found = subprocess.run(["git", "grep", "-lF", "https://gradwire" + ".example"], cwd=ROOT,
+                               capture_output=True, text=True)
+        self.assertEqual(found.stdout.split(), ["integrations/python/pyproject.toml"])
+
     def test_the_packages_license_is_the_projects(self) -> None:
         self.assertEqual((PACKAGE / "LICENSE").read_bytes(), (ROOT / "LICENSE").read_bytes())
 

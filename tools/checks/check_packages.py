@@ -10,11 +10,14 @@ belong to a package in the closure of setup.sh's list, or to the base system (de
 git). The closure follows Depends and Pre-Depends, not Recommends, as setup.sh does. What `make demo` uses must
 belong to the closure of the packages of `setup.sh demo`.
 
+The Dockerfile, .devcontainer and .github/workflows must install these packages, and run what exists.
+
 Then takes one package of each kind from the list, which the check must notice. Exits with 77 on systems
 without dpkg.
 """
 import ast
 import collections
+import json
 import pathlib
 import re
 import subprocess
@@ -310,6 +313,33 @@ class Uses:
         return text
 
 
+def containers(root):
+    """Returns what is wrong with the files that start from a bare system: they install setup.sh's packages only,
+    and what they run exists."""
+    wrong = ""
+    docker, workflow = ((root / name).read_text() for name in ("Dockerfile", ".github/workflows/ci.yml"))
+    made = json.loads((root / ".devcontainer/devcontainer.json").read_text())
+    if not re.search(r"^COPY (scripts/setup\.sh) (\S+)\nRUN \2\b", docker, re.M):
+        wrong += "the Dockerfile does not copy scripts/setup.sh and run it\n"
+    if f"AS {made['build']['target']}\n" not in docker or made["build"]["dockerfile"] != "../Dockerfile":
+        wrong += ".devcontainer/devcontainer.json names no stage of the Dockerfile\n"
+    shown = subprocess.run(["/bin/bash", root / "scripts/setup.sh"], env={"PATH": "/nowhere"},
+                           capture_output=True, text=True).stdout  # as on a system without dpkg
+    for package in set(setup_list(root, ("required", "demo", "tests"))) - set(shown.split()):
+        wrong += f"on other systems than Debian, scripts/setup.sh does not name {package}\n"
+    known = {*setup_list(root, ("required", "demo", "tests")), *BASE}
+    for words in re.findall(r"apt-get (?:-\S+ )*install (.*)", docker + workflow):
+        for package in {word for word in words.split() if not word.startswith("-")} - known:
+            wrong += f"scripts/setup.sh does not list {package}, which a container installs\n"
+    targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M))
+    for line in re.findall(r"\bmake (.*)", docker + workflow + made["postCreateCommand"]):
+        for word in re.sub(r"-C \S+|\$\{\{.*?\}\}", "", line).split():
+            wrong += "" if word in targets else f"a container runs make {word}, which the Makefile lacks\n"
+    for line in re.findall(r"^ +- run: (\.\S+)", workflow, re.M):
+        wrong += "" if (root / line).exists() else f"the workflow runs {line}, which does not exist\n"
+    return wrong
+
+
 def main():
     if len(sys.argv) != 3:
         sys.exit("usage: check_packages.py ROOT BUILD")
@@ -317,7 +347,9 @@ def main():
     if not pathlib.Path("/var/lib/dpkg/info").is_dir():
         print("skipped: not a Debian system")
         sys.exit(77)
-    packages, failed, without = Packages(), False, dict.fromkeys(PLANTED, "")
+    wrong = containers(root)
+    print(wrong.rstrip() or "the container and the workflow install packages of scripts/setup.sh")
+    packages, failed, without = Packages(), bool(wrong), dict.fromkeys(PLANTED, "")
     for setup, lists in (("setup.sh", ("required", "demo", "tests")),
                          ("setup.sh demo", ("required", "demo"))):
         found, listed = Uses(root, build, demo="demo" in setup), setup_list(root, lists)

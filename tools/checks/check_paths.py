@@ -67,7 +67,7 @@ class Tree:
 
     def broken_link(self, name, target):
         """Returns the reason why a link of a doc is broken; None if the link is valid."""
-        if re.match(r"[a-z]+:", target):
+        if re.match(r"[a-z]+:|\.\./\.\./actions(/|$)", target):  # actions: GitHub's pages of the workflows
             return None
         path, _, anchor = target.partition("#")
         to = name if not path else (self.root / name).parent.joinpath(path).resolve()

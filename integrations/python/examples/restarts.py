@@ -2,9 +2,8 @@
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1     # see docs/for-pytorch.md
     torchrun --standalone --nproc-per-node 4 --max-restarts 3 restarts.py --folder runs/a
-    torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint node0:29400
-    \
-        --rdzv-id a restarts.py --folder /shared/runs/a          # on each machine
+    torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d \\
+        --rdzv-endpoint node0:29400 --rdzv-id a restarts.py --folder /shared/runs/a     # on each machine
 
 Each start continues from the newest checkpoint in the folder, from any number of ranks. A step's batch is the
 same for any number of ranks. Kill a rank (`kill -9`) to see a restart.

@@ -19,7 +19,8 @@ and choose() compares specs. register_format() adds a custom wire format.
 """
 from __future__ import annotations
 
-from typing import Any, Optional
+import sys
+from typing import Any, List, Optional
 
 from gradwire._communicator import Communicator, Request
 from gradwire._memory import memory_of
@@ -31,6 +32,12 @@ from gradwire._spec import register_format
 __all__ = ["BadArgument", "BadHandle", "Choice", "CommFailed", "Communicator", "DeviceFailed", "Error",
            "NoMemory", "NotDone", "Reducer", "Request", "Unsupported", "allreduce_", "choose",
            "register_format"]
+
+
+def __dir__() -> List[str]:
+    """Lists the public names and modules, for completion, without what this module imports."""
+    return [name for name in globals() if name in __all__ or name.startswith("__")
+            or (f"gradwire.{name}" in sys.modules and not name.startswith("_"))]
 
 
 def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[Communicator] = None,

@@ -173,4 +173,5 @@ def total_stats(buckets: Dict[int, Bucket]) -> Dict[str, Any]:
         for name in total.keys() - {"steps", "description"}:
             total[name] += stats[name]
         total["description"] += f"DDP {stats['description'].replace('bucket 0', f'bucket {index}', 1)}"
+    total["ratio"] = total["dense_bytes"] / total["wire_bytes"] if total["wire_bytes"] else 1.0
     return total

@@ -66,13 +66,16 @@ class Hook(HookBuckets):
                  model: Optional[torch.nn.Module] = None, timeout_s: _native.Seconds = TIMEOUT_S,
                  comm: Optional[Communicator] = None, seed: int = 0, min_ranks: int = 0) -> None:
         timeout_s, min_ranks = _native.seconds(timeout_s), _native.integer(min_ranks, "min_ranks")
-        auto = BucketAuto(spec) if is_request(spec) else None
+        try:  # a wrong spec must fail here, not in backward
+            auto = BucketAuto(spec) if is_request(spec) else None
+            if auto is None:
+                with Communicator() as alone:
+                    Reducer(alone, spec, [], seed=seed).close()
+        except _native.BadArgument as error:
+            raise error.with_traceback(None) from None  # without the frames of the library's calls
         if auto is not None and min_ranks > 0:
             raise _native.BadArgument(f"spec {spec!r} with min_ranks={min_ranks}: auto cannot measure with "
                                       "ranks that may die: name a spec")
-        if auto is None:
-            with Communicator() as alone:  # a wrong spec must fail here, not in backward
-                Reducer(alone, spec, [], seed=seed).close()
         if min_ranks < 0 or (min_ranks > 0 and comm is not None):
             raise _native.BadArgument(f"min_ranks={min_ranks}: " + (
                 "the hook creates the communicators itself; pass no comm"
@@ -102,6 +105,7 @@ class Hook(HookBuckets):
         self._elastic = Elastic(min_ranks) if min_ranks > 0 else None
         self._side_stream: Any = None
         self._origin: Optional[Origin] = None  # the communicator's process and groups
+        self._sent -= comm.bytes_sent if comm is not None else 0
         if comm is not None:
             comm._claim(self, "a Hook")
             self._origin = Origin()
@@ -215,6 +219,7 @@ class Hook(HookBuckets):
         before, self._comm = self._comm, comm
         self._worker.communicators[:] = [comm]
         if before is not None:
+            self._sent += before.bytes_sent
             before.close()
         elif self._elastic is not None:
             self._elastic.ranks = list(range(comm.world))
@@ -402,15 +407,29 @@ class Hook(HookBuckets):
             self._comm.check()
 
     def stats(self) -> Dict[str, Any]:
-        """Returns statistics of the last step, summed over buckets.
+        """Returns statistics of this rank.
 
-        "wire_bytes": bytes that this rank sent; "dense_bytes": bytes that it would have sent uncompressed, in
-        the gradients' type; "comm_ms"; "extra_bytes" of memory; "buckets"; "buckets_in_place"; "description".
+        Of the last step, summed over buckets: "wire_bytes" that it sent; "dense_bytes" that it would have
+        sent uncompressed, in the gradients' type; "ratio": dense_bytes / wire_bytes; "comm_ms". Of all steps
+        since the hook was created: "total_wire_bytes". And "steps", with those of a loaded state;
+        "extra_bytes" of memory; "buckets"; "buckets_in_place"; "description". All but the last are numbers.
         """
         self._worker.drain()
         if self._side_stream is not None:
             self._side_stream.synchronize()
-        return total_stats(self._buckets)
+        sent = self._sent + (self._comm.bytes_sent if self._comm is not None and self._finalizer.alive else 0)
+        return {**total_stats(self._buckets), "total_wire_bytes": sent}
+
+    def __repr__(self) -> str:
+        if not self._finalizer.alive:
+            state = "closed"
+        elif self._failure is not None:
+            state = f"failed: {self._failure}"
+        elif self._comm is None:
+            state = "before the first step"
+        else:
+            state = f"{self._comm.world} ranks, {len(self._buckets)} DDP buckets"
+        return f"<gradwire.torch.Hook {self._named_spec()!r}: {state}>"
 
     def close(self) -> None:
         """Stops the thread and closes the communicator; also done at exit. Do not use the hook afterwards."""

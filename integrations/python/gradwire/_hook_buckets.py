@@ -51,6 +51,7 @@ class HookBuckets:
         self._worker = Worker()
         self._scale: Optional[LossScale] = None
         self._skips: Optional[bool] = None  # whether steps may not use some parameters; None: not known yet
+        self._sent = 0  # bytes, to add to those of the communicator: Hook.stats()
         self._keeps_copies = False  # buckets keep copies of their state from before a step
 
     def _communicator(self, buffer: torch.Tensor) -> Communicator:
@@ -87,11 +88,14 @@ class HookBuckets:
         layout = entry.layout
         tensors = [(name, rows, cols) for name, (rows, cols) in zip(layout.names, layout.shapes)]
         make_room(buffer)
+        comm = self._communicator(buffer)
+        before = comm.bytes_sent
         # One reducer bucket per DDP bucket.
-        return Reducer(self._communicator(buffer), spec_for(spec, buffer.dtype), tensors,
-                       bucket_bytes=1 << 60, seed=self._seed, tag=f"DDP bucket {entry.index}",
-                       skip_unused=bool(self._skips),
-                       dtype=NATIVE.get(buffer.dtype, "float32"))
+        reducer = Reducer(comm, spec_for(spec, buffer.dtype), tensors, bucket_bytes=1 << 60, seed=self._seed,
+                          tag=f"DDP bucket {entry.index}", skip_unused=bool(self._skips),
+                          dtype=NATIVE.get(buffer.dtype, "float32"))
+        self._sent -= comm.bytes_sent - before  # to measure the links
+        return reducer
 
     def _make_reducer(self, entry: Bucket, buffer: torch.Tensor) -> Reducer:
         """Creates the bucket's reducer, with the state that is kept for its tensors."""

@@ -39,7 +39,10 @@ def info_of(spec: str, shape: Tuple[int, ...] = ()) -> Info:
 
 
 def split(spec: str) -> Tuple[str, List[str]]:
-    """Returns the method's name and the options, as "key=value"."""
+    """Returns the method's name and the options, as "key=value". Raises TypeError if `spec` is not a str."""
+    if not isinstance(spec, str):
+        raise TypeError('spec must be a str such as "int8" or "powersgd:rank=4" (docs/formats.md), not '
+                        f"{spec!r}")
     method, *options = spec.replace(":", ",", 1).split(",")
     return method, [option for option in options if option]
 

@@ -1,17 +1,24 @@
-"""python -m gradwire.doctor: shows what is installed, and tests it.
+"""python -m gradwire.doctor: shows what is installed, and tests it; or predicts whether compression pays.
 
-Exits with 1 and prints a remedy if the library cannot be loaded or two ranks cannot average. A framework that
-is not installed or broken, or a missing GPU, is not an error.
+    python -m gradwire.doctor --model FILE.py:BUILD --link 1Gbit [--ranks 4] [--spec auto:error=0.1]
+
+With --model it measures a PyTorch model on this machine, and predicts the milliseconds of a step over such
+links without and with compression. BUILD() returns (model, loss): a torch.nn.Module, and a function without
+arguments that runs one batch through the model and returns the loss.
+
+Without --model it exits with 1 and prints a remedy if the library cannot be loaded or two ranks cannot
+average. A framework that is not installed or broken, or a missing GPU, is not an error.
 """
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import platform
 import sys
 import threading
 from array import array
-from typing import List, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import gradwire
 from gradwire import _native
@@ -42,21 +49,16 @@ def numbers(version: str) -> Tuple[int, ...]:
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:2])
 
 
-def average() -> str:
-    """Averages over two ranks of this process. Returns the problems; "" if there are none."""
+def on_two_ranks(body: Callable[[gradwire.Communicator], Any], timeout_s: float = 600) -> List[Any]:
+    """Calls body(communicator) on two threads of this process. Returns both results. Raises CommFailed."""
+    results: List[Any] = [None, None]
     problems: List[str] = []
 
     def rank(number: int, port: int) -> None:
         try:
-            values = array("f", [float(number + 1)] * 1000)  # numpy may be missing
-            address, count = values.buffer_info()
-            with gradwire.Communicator(f"tcp://localhost:{port}", number, 2, timeout_s=20) as comm:
-                _native.call("gw_allreduce", comm._handle, address, count, _native.FLOAT32, _native.AVG,
-                             b"int8", None, None)
-            if max(abs(value - 1.5) for value in values) > 0.01:
-                problems.append(f"rank {number}: the mean of 1 and 2 is {values[0]}, expected 1.5 within "
-                                "0.01")
-        except Exception as error:  # printed by main()
+            with gradwire.Communicator(f"tcp://localhost:{port}", number, 2, timeout_s=timeout_s) as comm:
+                results[number] = body(comm)
+        except Exception as error:  # raised in the caller's thread
             problems.append(f"rank {number}: {error}")
 
     with contextlib.ExitStack() as stack:
@@ -66,7 +68,18 @@ def average() -> str:
             thread.start()
         for thread in threads:
             thread.join()
-    return "; ".join(problems)
+    if problems:
+        raise _native.CommFailed("; ".join(problems))
+    return results
+
+
+def average(comm: gradwire.Communicator) -> float:
+    """Averages 1 and 2 over two ranks. Returns the largest difference to the mean."""
+    values = array("f", [float(comm.rank + 1)] * 1000)  # numpy may be missing
+    address, count = values.buffer_info()
+    _native.call("gw_allreduce", comm._handle, address, count, _native.FLOAT32, _native.AVG, b"int8", None,
+                 None)
+    return max(abs(value - 1.5) for value in values)
 
 
 def cuda() -> str:
@@ -84,7 +97,31 @@ def cuda() -> str:
     return f"CUDA: the library has a CUDA side; {missing or 'device 0 works'}; {found}"
 
 
+def predicts(arguments: argparse.Namespace) -> int:
+    """Prints the report about --model."""
+    try:
+        from gradwire import _predict
+        print(_predict.report(arguments.model, arguments.link, arguments.ranks, arguments.spec))
+    except (ImportError, _native.Error) as error:
+        print(f"gradwire.doctor: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m gradwire.doctor", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", metavar="FILE.py:BUILD", help="the model to measure")
+    parser.add_argument("--link", metavar="RATE[,DELAY]", help="each rank's: 1Gbit, 100Mbps, 10Gbit,50us")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument("--spec", default="auto", metavar="auto[:error=E][,allow=SPEC+SPEC...]",
+                        help="the largest error of one encode (0.1), and the specs to compare")
+    arguments = parser.parse_args()
+    if (arguments.model is None) != (arguments.link is None):
+        print("gradwire.doctor: --model FILE.py:BUILD and --link RATE belong together", file=sys.stderr)
+        return 2
+    if arguments.model is not None:
+        return predicts(arguments)
     print(f"Python {platform.python_version()} ({sys.executable}), {platform.platform()}")
     try:
         gradwire.Communicator().close()  # loads the library
@@ -104,7 +141,11 @@ def main() -> int:
         else:
             print(f"{name} {version}: {use}")
     print(cuda())
-    problem = average()
+    try:
+        wrong = max(on_two_ranks(average, 20))
+        problem = f"the mean of 1 and 2 is wrong by {wrong:.3g}, more than 0.01" if wrong > 0.01 else ""
+    except _native.CommFailed as error:
+        problem = str(error)
     if problem:
         print(f"Two ranks over TCP on this machine: FAILED: {problem}. Possible causes: a firewall on the "
               "loopback interface, or an interposed library")

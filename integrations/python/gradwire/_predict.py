@@ -1,0 +1,213 @@
+"""Predicts a DDP step of a PyTorch model with each spec: python -m gradwire.doctor --model FILE.py:BUILD.
+
+    step = forward and backward + compression + sending that backward does not hide
+
+Forward, backward and compression are measured on this machine; sending is computed from bytes and link.
+"""
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import statistics
+import sys
+import time
+import traceback
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+
+import torch
+
+from gradwire import _auto, _native, _reducer
+from gradwire._buckets import spec_for
+from gradwire._communicator import Communicator
+from gradwire.doctor import on_two_ranks
+
+_MEASURE_S, _LEAST = 3.0, 3  # time of the timed steps, and their least number
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # DDP's defaults, in bytes
+_PACKET = 1514 / 1448  # bytes of a full Ethernet packet per byte of payload
+_TIE = 1.05  # as gw_choose()
+
+
+class Costs(NamedTuple):
+    """What was measured of a model. Milliseconds.
+
+    Attributes:
+        step_ms, backward_ms: forward and backward, and backward alone.
+        buckets: bytes of the gradients in each DDP bucket, in the order of backward.
+        specs: of each spec (error of one encode, milliseconds of compression, bytes sent with two ranks).
+    """
+
+    step_ms: float
+    backward_ms: float
+    buckets: List[int]
+    specs: Dict[str, Tuple[float, float, float]]
+
+
+class Prediction(NamedTuple):
+    """A step with a spec, in milliseconds; `sent`: bytes that a rank sends."""
+
+    spec: str
+    error: float
+    sent: float
+    compress_ms: float
+    send_ms: float
+    exposed_ms: float
+    step_ms: float
+
+
+def link_of(text: str) -> Tuple[float, float]:
+    """Returns (bits per second, delay in ms) of RATE[,DELAY], such as "100Mbps,20ms". Raises BadArgument."""
+    found = re.fullmatch(r"(\d+\.?\d*)([kmgt]?)(?:bit|bps|bit/s)(?:,(\d+\.?\d*)(us|ms|s))?", text, re.I)
+    if found is None or float(found[1]) == 0:
+        raise _native.BadArgument(f"--link {text!r} is not RATE[,DELAY]: write for example 1Gbit, 100Mbps or "
+                                  "10Gbit,50us")
+    scale = 1000.0 ** " kmgt".index(found[2].lower() or " ")
+    unit = {"us": 1e-3, "ms": 1.0, "s": 1e3}[(found[4] or "ms").lower()]
+    return float(found[1]) * scale, float(found[3] or 0) * unit
+
+
+def load(place: str) -> Tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """Returns what BUILD() of "FILE.py:BUILD" returns: a model and its loss function. Raises BadArgument."""
+    file, _, name = place.rpartition(":")
+    if not os.path.isfile(file) or not name.isidentifier():
+        raise _native.BadArgument(f"--model {place!r} is not FILE.py:BUILD, a file and a function in it")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for the file's imports
+    try:
+        build = runpy.run_path(file).get(name)
+        made = build() if callable(build) else None
+    except (Exception, SystemExit) as error:
+        raise _failed(place, error) from error
+    model, loss = made if isinstance(made, tuple) and len(made) == 2 else (None, None)
+    if isinstance(model, torch.nn.Module) and callable(loss):
+        return model, loss
+    raise _native.BadArgument(f"--model {place}: {file} needs a function {name}() that returns (model, "
+                              "loss): a torch.nn.Module, and a function that returns the loss of one batch")
+
+
+def _failed(place: str, error: BaseException) -> _native.BadArgument:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return _native.BadArgument(f"--model {place}: {type(error).__name__}: {str(error).partition(chr(10))[0]} "
+                               f"({frame.filename}:{frame.lineno})")
+
+
+def measure(place: str, specs: Sequence[str]) -> Costs:
+    """Measures the model of "FILE.py:BUILD" on this machine. Raises BadArgument."""
+    model, loss = load(place)
+    step_ms: List[float] = []
+    backward_ms: List[float] = []
+    begin = time.perf_counter()
+    while len(step_ms) < 1 + _LEAST or time.perf_counter() < begin + _MEASURE_S:
+        model.zero_grad()
+        try:
+            start = time.perf_counter()
+            value = loss()
+            _synchronize(value)
+            middle = time.perf_counter()
+            value.backward()
+            _synchronize(value)
+        except Exception as error:
+            raise _failed(place, error) from error
+        backward_ms.append(1e3 * (time.perf_counter() - middle))
+        step_ms.append(1e3 * (time.perf_counter() - start))
+    # Backward completes gradients approximately in the reverse order of the parameters, as DDP assumes.
+    gradients = {name: p.grad for name, p in reversed(list(model.named_parameters()))
+                 if p.grad is not None and p.grad.layout == torch.strided}
+    if not gradients:
+        raise _native.BadArgument(f"--model {place}: after backward no parameter of the model has a "
+                                  "gradient: loss() must use the model that is returned with it")
+    buckets, limit = [0], _FIRST_BUCKET
+    for gradient in gradients.values():
+        if buckets[-1] >= limit:
+            buckets.append(0)
+            limit = _BUCKET
+        buckets[-1] += gradient.numel() * gradient.element_size()
+    return Costs(statistics.median(step_ms[1:]), statistics.median(backward_ms[1:]), buckets,
+                 _try(specs, gradients))
+
+
+def _synchronize(value: torch.Tensor) -> None:
+    if value.is_cuda:
+        torch.cuda.synchronize(value.device)
+
+
+def _try(specs: Sequence[str], gradients: Dict[str, Any]) -> Dict[str, Tuple[float, float, float]]:
+    """Returns Costs.specs: averages the gradients over two ranks of this machine, with each spec."""
+    dtype = next(iter(gradients.values())).dtype
+    sent_as = [spec_for(spec, dtype) for spec in specs]
+    floats = {name: g.detach().to("cpu", torch.float32).contiguous() for name, g in gradients.items()}
+    shapes = [(name, g.shape[0] if g.dim() else 1, g[0].numel() if g.dim() and len(g) else 1)
+              for name, g in floats.items()]
+
+    def rank(comm: Communicator) -> List[Tuple[float, float, float]]:
+        trials = _reducer.choose(comm, sent_as, floats, error=1e6).trials
+        found = []
+        for spec in sent_as:
+            reducer = _reducer.Reducer(comm, spec, shapes)
+            reducer.allreduce([g.clone() for g in floats.values()])
+            sent = float(reducer.stats()["wire_bytes"])
+            found.append((trials[spec].error, trials[spec].communicate_ms, sent))
+            reducer.close()
+        return found
+
+    first, *_ = on_two_ranks(rank)
+    _, plain_ms, plain_bytes = first[0]
+    # What a spec takes beyond moving its bytes within this machine is compression.
+    return {spec: (error, max(0.0, ms - plain_ms * sent / plain_bytes), sent)
+            for spec, (error, ms, sent) in zip(specs, first)}
+
+
+def predict(costs: Costs, link: Tuple[float, float], ranks: int) -> List[Prediction]:
+    """Predicts a step with each spec of `costs` for ranks that have a link_of() each."""
+    found = []
+    for spec, (error, compress_ms, two_ranks_send) in costs.specs.items():
+        sent = two_ranks_send * 2 * (ranks - 1) / ranks  # of an allreduce in two halves
+        exchanges = 2 * (2 if "powersgd" in spec else 1) * len(costs.buckets)
+        send_ms = 1e3 * 8 * sent * _PACKET / link[0] + exchanges * link[1]
+        done = end = 0.0
+        for size in costs.buckets:  # sent in order, each when backward has completed it
+            share = size / sum(costs.buckets)
+            done += share
+            end = max(end, costs.backward_ms * done) + send_ms * share
+        exposed_ms = max(0.0, end - costs.backward_ms)
+        found.append(Prediction(spec, error, sent, compress_ms, send_ms, exposed_ms,
+                                costs.step_ms + compress_ms + exposed_ms))
+    return found
+
+
+def recommended(predictions: Sequence[Prediction], error: float) -> Prediction:
+    """Returns the shortest step within the error, which the first always is; in a tie the smallest error."""
+    allowed = [p for p in predictions if p is predictions[0] or p.error <= error]
+    shortest = min(p.step_ms for p in allowed)
+    return min((p for p in allowed if p.step_ms <= _TIE * shortest), key=lambda p: p.error)
+
+
+def report(place: str, link_text: str, ranks: int, spec: str) -> str:
+    """Returns the doctor's report about a model. Raises BadArgument."""
+    link, request = link_of(link_text), _auto.parse(spec)
+    if ranks < 2:
+        raise _native.BadArgument(f"--ranks {ranks}: one rank sends nothing; at least 2")
+    costs = measure(place, request.specs)
+    predictions = predict(costs, link, ranks)
+    plain, best = predictions[0], recommended(predictions, request.error)
+    lines = [f"{place}: {sum(costs.buckets) / 1e6:.1f} MB of gradients, {len(costs.buckets)} DDP buckets; "
+             f"forward and backward take {costs.step_ms:.1f} ms here, backward {costs.backward_ms:.1f}",
+             f"Predicted for {ranks} ranks with links of {link_text}, without optimizer and data loading:", "",
+             f"{'spec':16} {'error':>8} {'MB sent':>9} {'compress':>9} {'send':>9} {'not hidden':>11} "
+             f"{'ms per step':>12} {'speedup':>8}"]
+    lines += [f"{p.spec:16} {p.error:8.4f} {p.sent / 1e6:9.2f} {p.compress_ms:9.1f} {p.send_ms:9.1f} "
+              f"{p.exposed_ms:11.1f} {p.step_ms:12.1f} {plain.step_ms / p.step_ms:8.2f}" for p in predictions]
+    if best is plain:
+        lines += ["", f"Recommendation: no compression. A step in FP32 waits {plain.exposed_ms:.1f} ms for "
+                  f"the links, and no spec with an error up to {request.error:g} is 5 % faster."]
+    else:
+        lines += ["", f'Recommendation: compress(ddp_model, "{best.spec}"), '
+                  f"{plain.step_ms / best.step_ms:.2f} times as fast: {costs.step_ms:.1f} + "
+                  f"{best.compress_ms:.1f} (compress) + {best.exposed_ms:.1f} (not hidden) = "
+                  f"{best.step_ms:.1f} ms; FP32: {costs.step_ms:.1f} + {plain.exposed_ms:.1f} = "
+                  f"{plain.step_ms:.1f} ms."]
+    faster = min(predictions, key=lambda p: p.step_ms)
+    if faster.step_ms * _TIE < best.step_ms:
+        lines.append(f"{faster.spec} takes {faster.step_ms:.1f} ms, but one encode loses {faster.error:.0%}: "
+                     "compare the loss of a short training before you use it.")
+    return "\n".join([*lines, "Compression was measured with two ranks on this machine's cores; it takes "
+                      "less with a machine for each rank."])
