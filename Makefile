@@ -1,8 +1,8 @@
 # Common tasks. On Debian 12, `make demo` and `make test` need only this checkout.
 #
 #   make demo     train a ViT on 4 ranks with FP32, INT8 and PowerSGD gradients, between threads and
-#                 over emulated slow links: two tables, build/demo/report.png and report.html
-#   make demo-readme  the same, and write the tables and the picture into README.md and docs/
+#                 over emulated slow links: a table, build/demo/report.png and report.html
+#   make demo-readme  the same, and write the table and the picture into README.md and docs/
 #   make test     build and run every test; PART=system, root or code: some of them (scripts/test.sh)
 #   make test-sanitizers  a selection of the tests under ASan and UBSan, and under ThreadSanitizer
 #   make test-full  both with every sweep at full length, which takes hours

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares README's tables with docs/demo.json, the run behind them, and that run with the program.
+"""Compares README's table with docs/demo.json, the run behind them, and that run with the program.
 
 demo_test.py GRADWIRE ROOT
 

@@ -84,6 +84,36 @@ class Plots(unittest.TestCase):
         self.assertNotEqual((self.folder / "points.png").read_bytes(),
                             (self.folder / "lines.png").read_bytes())
 
+    def test_over_links_the_times_to_the_target_are_marked_and_no_text_lies_on_another_or_on_a_line(self):
+        from plots import runs
+        table = []
+        for name, ms, sent in (("fp32", 75, 1230384), ("int8", 24, 309987), ("powersgd:rank=4", 10, 33000)):
+            records = [{"type": "run", "compression": name, "model": {"name": "vit_tiny"},
+                        "data": "synthetic", "ranks": 4, "device": "host", "batch_size": 8, "steps": 60, "schedule": "ring",
+                        "link": "150Mbit"}]
+            for s in range(60):
+                records += [{"type": "eval", "step": s, "test_accuracy": 0.8 * s / 60}] * (s % 6 == 0)
+                records.append({"type": "step", "step": s, "loss": 1, "step_ms": ms, "wire_bytes": sent})
+            (self.folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+            table.append({**self.row(name, 4, 0.8, log=f"{name}.jsonl"), "target_accuracy": 0.6,
+                          "seconds_to_target": 0.046 * ms})
+        (self.folder / "out.json").write_text(json.dumps(table))
+        figures = []
+        self.addCleanup(setattr, runs, "finish", runs.finish)
+        runs.finish = lambda figure, *_: figures.append(figure)
+        runs.draw(runs.load([str(self.folder / "out.json")]), "unused")
+        times, by_bytes, _ = figures[0].axes
+        self.assertIn("150 Mbit/s", times.get_title(loc="left"))
+        self.assertEqual(times.get_ylim(), by_bytes.get_ylim())
+        self.assertEqual([t.get_text() for t in times.texts], ["0.5 s", "1.1 s", "3.4 s"])
+        for axis in (times, by_bytes):
+            boxes = [text.get_window_extent(axis.figure.canvas.get_renderer()) for text in axis.texts]
+            points = [p for line in axis.lines for p in axis.transData.transform(line.get_xydata())
+                      if line.get_linestyle() == "-"]
+            for i, box in enumerate(boxes):
+                self.assertFalse(any(box.overlaps(other) for other in boxes[:i]))
+                self.assertFalse(any(box.contains(*p) for p in points))
+
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:

@@ -1,6 +1,7 @@
 """Draws runs of gradwire train and compare: accuracy by bytes, loss by time, parts of a step's time."""
 import json
 import pathlib
+import re
 import statistics
 
 from plots.style import FAINT, INK, RUN_COLORS, finish, human_bytes, log_axis, plt, style, subplots
@@ -16,7 +17,10 @@ PARTS = [("data_ms", "data", "#d1d5db"),
 class Run:
     """The log of one run."""
 
-    def __init__(self, path):
+    def __init__(self, path, row=None):
+        """Reads a log. row: of the comparison to which the run belongs."""
+        self.target = 100 * ((row or {}).get("target_accuracy") or 0)
+        self.seconds_to_target = (row or {}).get("seconds_to_target")
         self.config, self.summary, self.steps, self.evals = {}, {}, [], []
         for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
@@ -73,7 +77,7 @@ def load(paths):
                 runs.append(Run(path))
                 continue
             rows = json.loads(path.read_text())
-            runs += [Run(path.parent / seed["log"]) for row in rows for seed in row["seeds"]]
+            runs += [Run(path.parent / seed["log"], row) for row in rows for seed in row["seeds"]]
         except OSError as error:
             raise SystemExit(f"plot.py: {error.filename}: {error.strerror}")
         except ValueError as error:
@@ -105,23 +109,46 @@ def smooth(values, window):
 
 def draw_accuracy(axis, runs):
     style(axis, "Accuracy against bytes sent", "bytes sent by each rank, so far", "test accuracy, %")
-    drawn = []
-    for row, (run, color) in enumerate(zip(runs, RUN_COLORS * len(runs))):
+    marks, drawn = [], []
+    for run, color in zip(runs, RUN_COLORS * len(runs)):
         points = [(sent, 100 * accuracy) for sent, accuracy in run.accuracy_by_bytes() if sent > 0]
         if not points:
             continue
         drawn += [sent for sent, _ in points]
-        sent, accuracy = zip(*points)
-        axis.plot(sent, accuracy, color=color, linewidth=2, marker="o", markersize=6, markeredgecolor="white")
-        axis.annotate(f"{accuracy[-1]:.1f} %", (sent[-1], accuracy[-1]), textcoords="offset points",
-                      xytext=(0, 9 if row % 2 == 0 else -16), ha="center", color=color, fontweight="bold")
+        axis.plot(*zip(*points), color=color, linewidth=2, marker="o", markersize=5, markeredgecolor="white")
+        marks.append((*points[-1], f"{points[-1][1]:.1f} %", color))
     if not drawn:
         axis.text(0.5, 0.5, "no evaluation, or nothing was sent", transform=axis.transAxes, ha="center",
                   color=FAINT)
         return
     axis.set_xscale("log")
     log_axis(axis.xaxis, human_bytes, (1, 2, 5) if max(drawn) < 50 * min(drawn) else (1,))
-    axis.margins(x=0.14, y=0.18)
+    axis.margins(x=0.14)
+    set_range(axis, runs)
+    label(axis, marks)
+
+
+def set_range(axis, runs):
+    """Gives an axis the range of all accuracies but the first, which are far below the others."""
+    accuracies = [[100 * a for _, a in run.accuracy_by_seconds()] for run in runs]
+    low = min(a[min(1, len(a) - 1)] for a in accuracies if a) - 1
+    high = max(map(max, filter(None, accuracies)))
+    axis.set_ylim(low, high + max(high - low, 1) * 0.28)
+
+
+def label(axis, marks):
+    """Writes the texts of points (x, y, text, color) above all lines, next to each other or in a second row."""
+    renderer, rows = axis.figure.canvas.get_renderer(), [0.0, 0.0, 0.0]
+    for x, y, text, color in sorted(marks):
+        written = axis.text(x, 0.985, text, transform=axis.get_xaxis_transform(), ha="center", va="top",
+                            color=color, fontweight="bold")
+        box = written.get_window_extent(renderer)
+        row = next((i for i, end in enumerate(rows) if end < box.x0), len(rows) - 1)
+        rows[row] = box.x1 + 12
+        written.set_y(0.985 - 0.065 * row)
+        top = axis.get_xaxis_transform().inverted().transform((0, box.y0))[1] - 0.065 * row
+        low, high = axis.get_ylim()
+        axis.plot([x, x], [y, low + (high - low) * (top - 0.01)], color=color, linewidth=1, linestyle=":")
 
 
 def draw_loss(axis, runs):
@@ -135,18 +162,23 @@ def draw_loss(axis, runs):
 
 
 def draw_accuracy_by_time(axis, runs):
-    link = runs[0].config.get("link")
+    link = re.sub(r"(\d)([kMG]?bit)", r"\1 \2/s", runs[0].config.get("link") or "")
     style(axis, f"Accuracy against time, {link} links" if link else "Accuracy against time",
           "seconds of training", "test accuracy, %")
-    lowest = 100
     for run, color in zip(runs, RUN_COLORS * len(runs)):
-        seconds, accuracy = zip(*((s, 100 * a) for s, a in run.accuracy_by_seconds()))
-        axis.plot(seconds, accuracy, color=color, linewidth=2, marker="o", markersize=5,
-                  markeredgecolor="white")
-        # The first evaluations are far below the others.
-        lowest = min(lowest, accuracy[min(1, len(accuracy) - 1)])
+        axis.plot(*zip(*((s, 100 * a) for s, a in run.accuracy_by_seconds())), color=color, linewidth=2,
+                  marker="o", markersize=5, markeredgecolor="white")
     axis.set_xlim(left=0)
-    axis.set_ylim(bottom=lowest - 1)
+    set_range(axis, runs)
+    reached = [(run, color) for run, color in zip(runs, RUN_COLORS * len(runs)) if run.seconds_to_target]
+    for run, color in reached:
+        axis.plot(run.seconds_to_target, run.target, color=color, marker="D", markersize=8, zorder=3,
+                  markeredgecolor="white")
+    if reached:
+        axis.axhline(reached[0][0].target, color=FAINT, linewidth=1, linestyle="--", zorder=1)
+        axis.set_xlabel(f"seconds of training; diamonds: the time to {reached[0][0].target:g} %")
+        label(axis, [(run.seconds_to_target, run.target, f"{run.seconds_to_target:.1f} s", color)
+                     for run, color in reached])
 
 
 def draw_time(axis, runs):
@@ -177,7 +209,9 @@ def ratio_text(run):
 
 
 def draw(runs, path):
-    figure, axes = subplots(3, (16, 5.6), gridspec_kw={"width_ratios": [1, 1, 1.15]})
+    figure, axes = subplots(3, (16, 5.6), gridspec_kw={
+        "width_ratios": [1, 1, 1.15], "left": 0.045, "right": 0.975, "top": 0.75, "bottom": 0.2,
+        "wspace": 0.22})
     # With enough evaluations the accuracy shows what a slow link costs; otherwise the loss does.
     if all(len(run.accuracy_by_seconds()) >= 4 for run in runs):
         draw_accuracy_by_time(axes[0], runs)
@@ -190,9 +224,8 @@ def draw(runs, path):
     config = runs[0].config
     handles = [plt.Line2D([], [], color=color, linewidth=3) for _, color in zip(runs, RUN_COLORS * len(runs))]
     figure.legend(handles, [ratio_text(run) for run in runs], loc="upper right",
-                  bbox_to_anchor=(0.975, 0.985), ncol=min(4, len(runs)), frameon=False, fontsize=10.5,
+                  bbox_to_anchor=(0.98, 0.955), ncol=min(4, len(runs)), frameon=False, fontsize=10.5,
                   handlelength=1.4)
     finish(figure, path, title(runs[0]),
            f"{config['ranks']} ranks on {config['device']}, batch {config['batch_size']} per rank, "
-           f"{config['steps']} steps, schedule {config['schedule']}", (0.045, 0.955, 0.907), 130, left=0.045,
-           right=0.975, top=0.79, bottom=0.21, wspace=0.27)
+           f"{config['steps']} steps, schedule {config['schedule']}", (0.045, 0.905, 0.857), 130)

@@ -1,10 +1,15 @@
 """The common style of bench/plots' pictures. The only module that imports matplotlib."""
+import pathlib
 import sys
 
 try:
     import matplotlib
 except ImportError:
-    sys.exit("plot.py: matplotlib is missing; install Debian's python3-matplotlib")
+    debian = "/usr/bin/python3"
+    other = pathlib.Path("/usr/lib/python3/dist-packages/matplotlib").is_dir() and sys.executable != debian
+    sys.exit(f"plot.py: {sys.executable} has no matplotlib; " +
+             (f"{debian} has it: {debian} {' '.join(sys.argv)}" if other else
+              f"install Debian's python3-matplotlib, or: {sys.executable} -m pip install matplotlib"))
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator  # noqa: E402

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import importlib
 import os
-import pathlib
 import shutil
 import sys
 import tempfile
 from typing import Dict, List, Set, Tuple
 
 import launch
+from page_commands import blocks_of
 from page_sessions import Session
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 # The page, and the module with its SESSIONS and NOT_RUN.
 PAGES = {
     "for-pytorch": ("docs/for-pytorch.md", "page_pytorch"),
@@ -28,31 +27,12 @@ PAGES = {
     "for-jax": ("docs/for-jax.md", "page_jax"),
     "for-trainers": ("docs/for-trainers.md", "page_trainers"),
     "extending": ("docs/extending.md", "page_extending"),
-    "readme": ("README.md", "page_readme"),
 }
 
 
 def examples(page: str) -> List[str]:
-    """Returns the page's indented and fenced blocks. In blocks of commands, each line is an example."""
-    found: List[str] = []
-    indented: List[str] = []
-    fenced: "List[str] | None" = None
-    for line in [*(ROOT / page).read_text().splitlines(), "end"]:
-        if line.startswith("```"):
-            if fenced is None:
-                fenced = []
-            else:
-                text = "\n".join(fenced).replace("\\\n", " ")
-                found += text.splitlines() if text.startswith(("make ", "build/")) else [text]
-                fenced = None
-        elif fenced is not None:
-            fenced.append(line)
-        elif line.startswith("    ") or (indented and not line):
-            indented.append(line[4:])
-        elif indented:
-            found.append("\n".join(indented).rstrip())
-            indented = []
-    return [example for example in found if example]
+    """Returns the page's indented and fenced blocks, without its commands, which page_commands.py runs."""
+    return ["\n".join(block.lines).rstrip() for block in blocks_of(page) if not block.of_commands]
 
 
 def find(first: str, all_examples: List[str]) -> str:

@@ -165,9 +165,4 @@ SESSIONS = {
     "logging": Session(2, logging, ["import wandb", "import mlflow"]),
     "without DDP": Session(2, without_ddp, ["gradwire.allreduce_(tensor"]),
 }
-NOT_RUN = [
-    ("pip install -v", "package_test.py installs with pip, and runs the doctor and the example"),
-    ("python -m gradwire.doctor --model", "package_test.py runs it with a model"),
-    ("step = forward", "a formula"),
-    ("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "torchrun_test.py runs it, and kills some of its ranks"),
-    ('pip install "gradwire', "make wheel installs the wheel; its extra downloads NVIDIA's NCCL, of 200 MB")]
+NOT_RUN = [("step = forward", "a formula")]

@@ -1,0 +1,274 @@
+#!/usr/bin/env python3
+"""Runs every shell command of README and of the pages as printed, in the state that the page describes.
+
+    page_commands.py BUILD GROUP...    runs the commands of these GROUPS of pages (GROUPS)
+    page_commands.py --list            prints each command, and how it runs
+
+A page's commands run one after the other in a new folder, which looks like a checkout in which BUILD has
+built the programs. In README, a block after the words "After `make build`" has what `make build` builds;
+earlier blocks have only build/bin/gradwire, which is all that `make demo` builds. A new command of a page
+runs as printed. Only long commands, and commands that need another machine, have a row in SHORTER or NOT_RUN.
+tools/checks/check_commands.py fails for a block that is neither of commands nor in OTHER, and for a row
+without a command.
+"""
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from typing import Dict, Iterator, List, NamedTuple, Set, Tuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# The pages of each of the tests. The last group has all other pages.
+GROUPS: Dict[str, List[str]] = {
+    "readme": ["README.md", "CONTRIBUTING.md", "integrations/python/README.md"],
+    "researchers": ["docs/for-researchers.md", "docs/checkpoints.md"],
+    "results": ["docs/results.md"],
+    "others": []}
+PROGRAMS = re.compile(
+    r"(sudo |[A-Z_]+=\S* )*(make|gradwire(-bench)?|python3?|pip3?|pipx|apt(-get)?|git|docker|curl|torchrun|"
+    r"mpirun|srun|sbatch|cmake|ctest|nsys|man|export|cd|for|source|g\+\+|cc|"
+    r"(build|scripts|bench|tools|env|\.)/[\w./-]*|\\)( |$)")
+# Texts of shell commands that take long, and what they become in the test, as in re.sub. Several may apply.
+SHORTER: List[Tuple[str, str]] = [
+    (r"^make ", "make --dry-run "),
+    (r"--epochs [\d.]+", "--steps 4"),
+    (r"--steps \d+(?= |$)", "--steps 4"),
+    (r"--dump-gradients \d+", "--dump-gradients 3"),
+    (r"--model vit_[bl]_\d+ .*(?=--log|--memory-limit)", r"\g<0>--dry-run "),
+    (r"--compression shelf", r"\g<0> --dry-run"),
+    (r"(?<=_tests )--gtest_filter=\S+", r"\g<0> --gtest_list_tests"),
+    (r"--stop 50ms", "--stop 0.1ms"),
+    (r"--(min|max)-size \S+", r"--\1-size 64K"),
+    (r"gradwire-bench kernels(?!.*max-size)", r"\g<0> --max-size 64K"),
+    (r"gradwire-bench kernels(?!.*--stop)", r"\g<0> --stop 0.1ms"),
+    (r"gradwire-bench formats", r"\g<0> --stop 0.1ms --size 64K --draws 2"),
+    (r"gradwire-bench numerics", r"\g<0> --ranks 2"),
+    (r"gradwire-bench hook", r"\g<0> --stop 1"),
+    (r"(?<=gradwire-bench hook --stop 1)( --model \w+)?", r" --model vit_tiny"),
+    (r"gradwire-bench collectives", r"\g<0> -n 1 -w 0"),
+    (r"-e 64M|(?<=collectives -n 1 -w 0)$", " -e 1M --schedule ring --compression bf16"),
+    (r"(?<=-w 0) --transport tcp", r"\g<0> -e 1M"),
+    (r"--link 100Mbit", r"\g<0> --steps 4"),
+    (r"^gradwire-bench compare A.json B.json", r"cp A.json B.json && \g<0>"),  # the page: by another build
+]
+# Makes the files that a page's reader has.
+STATE: Dict[str, str] = {
+    "docs/plan.md": "cp trainer/plan/clusters/h100-ib.json cluster.json",
+    "docs/results.md": "gradwire train --data synthetic --steps 2 --dump-gradients 1:dumped",
+    "docs/training.md": "gradwire compare --data synthetic --ranks 2 --steps 2 --compression bf16"
+                        " --json result.json && cp result.0.jsonl run.jsonl"}
+# Beginnings of shell commands, as in re.match, that no test runs as printed, each with the reason.
+NOT_RUN: List[Tuple[str, str]] = [
+    (r"cmake --(preset|build)", "builds what this test runs"),
+    (r"cmake --install", "writes to /opt; tests/capi/installed_test.py installs the library elsewhere"),
+    (r"pip install|python3 -m venv|env/bin/", "installs packages, as do the test smoke_wheel and"
+     " tests/integrations/new_environments.py"),
+    (r"python -m gradwire.doctor --model", "needs the reader's file; package_test.py runs it with a model"),
+    (r"(torchrun|srun) (-\S+ (\S+ )?|\.\.\. )*gradwire|torchrun --standalone", "needs torchrun of PyTorch 2,"
+     " or Slurm; launchers and torchrun_restarts run torchrun, trainer_tests set Slurm's variables"),
+    (r"export LD_PRELOAD=|torchrun --nproc-per-node 8 train.py", "needs several GPUs;"
+     " tests/nccl/interposer_test.py has a stand-in for NCCL"),
+    (r"\[ \$\? -ne 138", "needs Slurm; tests/cli/interruption_test.py checks the exit code"),
+    (r"gradwire train --elastic", "one of several processes; tests/processes/elastic_test.cpp"),
+    (r"RANK=[\d$]|for rank in|done; wait", "one of several processes; tests/cli/processes_test.py"),
+    (r"sudo bench/harness/shaped_link.sh", "needs root; the tests smoke_slow_links and smoke_emulated_links"),
+    (r"nsys|gradwire train .* --graph", "needs a GPU"),
+    (r"scripts/(golden.py|fresh_debian.sh)", "takes minutes; the tests smoke_golden and smoke_fresh_debian"),
+    (r"ctest", "runs tests that run already"),
+]
+# Beginnings of blocks that are not commands. Blocks of other languages in fences name their language instead.
+OTHER = ("Over emulated links of", "backward: gradients", "[![ci]", "from gradwire.torch import",
+         "runs/b32/step-000000500/", "model = torchvision", "step = compute", "rank 0: call 6",
+         "ranks disagree:", "connection lost (", "gw_comm_query", "sum over ranks of", "reduce-scatter",
+         "Step time:", "Rank 2 was", "include/gradwire/gradwire.h")
+SHELL = ("", "sh", "bash", "console")  # languages of blocks that may be commands
+# The pages of page_examples.py, whose other blocks that program runs.
+EXAMPLES = {"docs/" + name + ".md"
+            for name in ("for-pytorch", "for-fsdp", "for-jax", "for-trainers", "extending")}
+OPTIONAL = {"mpirun", "srun"}  # programs that a machine may lack
+
+
+class Block(NamedTuple):
+    page: str
+    line: int  # of the first line, from 1
+    lines: List[str]
+    language: str  # "" if unknown
+    before: str  # the page's text before the block
+
+    @property
+    def of_commands(self) -> bool:
+        first = next((line for line in self.lines if line and not line.startswith("#")), "")
+        return self.language in SHELL and bool(PROGRAMS.match(first))
+
+
+class Command(NamedTuple):
+    block: Block
+    line: int
+    text: str  # without a comment after it
+    reason: str  # why it does not run; "" if it runs
+    shorter: str  # what runs
+
+    @property
+    def place(self) -> str:
+        return f"{self.block.page}:{self.line}"
+
+
+def pages() -> List[str]:
+    docs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+    return [*GROUPS["readme"], *docs]
+
+
+def blocks_of(page: str) -> List[Block]:
+    """Returns the fenced and the indented blocks of a page."""
+    found: List[Block] = []
+    lines = (ROOT / page).read_text().splitlines()
+    block: List[str] = []
+    fence, begin = None, 0
+
+    def close(language: str) -> None:
+        text = textwrap.dedent("\n".join(block)).split("\n")
+        found.append(Block(page, begin + 1, text, language, "\n".join(lines[:begin])))
+
+    for number, line in enumerate([*lines, "end"]):
+        if fence is not None:
+            if line.startswith("```"):
+                close(fence)
+                fence, block = None, []
+            else:
+                block.append(line)
+        elif line.startswith("```"):
+            fence, begin, block = line[3:].strip(), number + 1, []
+        elif line.startswith("    ") and (block or not lines[number - 1]):
+            begin = begin if block else number
+            block.append(line[4:])
+        elif block and not line:
+            block.append("")
+        elif block:
+            close("")
+            block = []
+    return found
+
+
+def shorten(text: str) -> Tuple[str, Set[str]]:
+    """Returns what runs for a command, and the patterns of SHORTER that apply."""
+    used = set()
+    for pattern, instead in SHORTER:
+        text, count = re.subn(pattern, instead, text)
+        used |= {pattern} if count else set()
+    return text, used
+
+
+def commands_of(block: Block) -> Iterator[Command]:
+    """Yields a block's commands. Lines that end with a backslash continue."""
+    text, begin = "", 0
+    for number, line in enumerate(block.lines, block.line):
+        begin = begin if text else number
+        text += line
+        if text.endswith("\\"):
+            text = text[:-1].rstrip() + " "
+            continue
+        words = re.sub(r"(^|\s+)# .*|^#.*", "", re.sub(r" {2,}", " ", text)).strip()
+        text = ""
+        if words:
+            reason = next((why for pattern, why in NOT_RUN if re.match(pattern, words)), "")
+            yield Command(block, begin, words, reason, shorten(words)[0])
+
+
+def all_commands() -> List[Command]:
+    return [command for page in pages() for block in blocks_of(page) if block.of_commands
+            for command in commands_of(block)]
+
+
+def make_checkout(folder: pathlib.Path, build: pathlib.Path, programs: List[str]) -> None:
+    """Makes a folder that looks like this checkout with some of the programs built."""
+    for path in ROOT.iterdir():
+        if not path.name.startswith("build") and path.name not in (".git", "dist"):
+            (folder / path.name).symlink_to(path)
+    (folder / "build/bin").mkdir(parents=True)
+    (folder / "build/lib").symlink_to(build / "lib")
+    (folder / ".bin").mkdir()
+    for name in ("python", "python3"):
+        (folder / ".bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (folder / ".bin" / name).chmod(0o755)
+    build_programs(folder, build, programs)
+
+
+def build_programs(folder: pathlib.Path, build: pathlib.Path, programs: List[str]) -> None:
+    for name in programs:
+        if not (folder / "build/bin" / name).exists():
+            (folder / "build/bin" / name).symlink_to(build / "bin" / name)
+
+
+def run_page(page: str, build: pathlib.Path) -> Tuple[Dict[str, int], List[str]]:
+    """Runs a page's commands. Returns how many ran in which way, and the failures."""
+    counts, failures = {"as printed": 0, "in a shorter form": 0, "not run": 0}, []
+    everything = [path.name for path in (build / "bin").iterdir()]
+    with tempfile.TemporaryDirectory(prefix="gradwire-page-") as name:
+        folder = pathlib.Path(name)
+        make_checkout(folder, build, ["gradwire"] if page == "README.md" else everything)
+        environment = {
+            **os.environ, "PATH": f"{folder}/.bin:{folder}/build/bin:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT / "integrations/python"), "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1", "GRADWIRE_LIBRARY": str(build / "lib/libgradwire.so")}
+        subprocess.run(["bash", "-c", STATE.get(page, "")], cwd=folder, env=environment, check=True,
+                       stdout=subprocess.DEVNULL)
+        for block in filter(lambda b: b.of_commands, blocks_of(page)):
+            if re.search("after `make build`", block.before, re.IGNORECASE):
+                build_programs(folder, build, everything)
+            exports = ""
+            for command in commands_of(block):
+                reason = command.reason
+                program = command.text.split()[0]
+                if program in OPTIONAL and not shutil.which(program):
+                    reason = reason or f"{program} is not installed here"
+                if reason:
+                    counts["not run"] += 1
+                    print(f"{command.place}: not run: {command.text}\n    {reason}", flush=True)
+                    continue
+                counts["as printed" if command.shorter == command.text else "in a shorter form"] += 1
+                exports += f"{command.text}\n" if program == "export" else ""
+                begin = time.monotonic()
+                try:
+                    done = subprocess.run(["bash", "-c", exports + command.shorter], cwd=folder, text=True,
+                                          env=environment, stdin=subprocess.DEVNULL, timeout=120,
+                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                    code, output = done.returncode, done.stdout
+                except subprocess.TimeoutExpired:
+                    code, output = -1, "longer than 120 s: add a shorter form to page_commands.SHORTER\n"
+                print(f"{command.place}: {time.monotonic() - begin:.1f} s: {command.shorter}", flush=True)
+                if code:
+                    failures.append(f"{command.place}: exit code {code}: {command.shorter}\n{output[-1500:]}")
+    return counts, failures
+
+
+def main() -> int:
+    if sys.argv[1:] == ["--list"]:
+        for command in all_commands():
+            how = command.reason and f"not run: {command.reason}" or (
+                "as printed" if command.shorter == command.text else f"as: {command.shorter}")
+            print(f"{command.place}: {command.text}\n    {how}")
+        return 0
+    build, groups = pathlib.Path(sys.argv[1]).resolve(), sys.argv[2:]
+    named = {page for group in GROUPS.values() for page in group}
+    GROUPS["others"] = [page for page in pages() if page not in named]
+    totals: Dict[str, int] = {}
+    failures = []
+    for page in [page for group in groups for page in GROUPS[group]]:
+        counts, failed = run_page(page, build)
+        failures += failed
+        for way, count in counts.items():
+            totals[way] = totals.get(way, 0) + count
+    print("Commands: " + ", ".join(f"{count} {way}" for way, count in totals.items()))
+    print("\n".join(f"FAILED: {failure}" for failure in failures))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
