@@ -88,9 +88,9 @@ class Plots(unittest.TestCase):
         from plots import runs
         table = []
         for name, ms, sent in (("fp32", 75, 1230384), ("int8", 24, 309987), ("powersgd:rank=4", 10, 33000)):
-            records = [{"type": "run", "compression": name, "model": {"name": "vit_tiny"}, "data": "synthetic",
-                        "ranks": 4, "device": "host", "batch_size": 8, "steps": 60, "schedule": "ring",
-                        "link": "150Mbit"}]
+            records = [{"type": "run", "compression": name, "model": {"name": "vit_tiny"}, "ranks": 4,
+                        "data": "synthetic", "device": "host", "batch_size": 8, "steps": 60,
+                        "schedule": "ring", "link": "150Mbit"}]
             for s in range(60):
                 records += [{"type": "eval", "step": s, "test_accuracy": 0.8 * s / 60}] * (s % 6 == 0)
                 records.append({"type": "step", "step": s, "loss": 1, "step_ms": ms, "wire_bytes": sent})

@@ -210,7 +210,8 @@ def ratio_text(run):
 
 def draw(runs, path):
     figure, axes = subplots(3, (16, 5.6), gridspec_kw={
-        "width_ratios": [1, 1, 1.15], "left": 0.045, "right": 0.975, "top": 0.75, "bottom": 0.2, "wspace": 0.22})
+        "width_ratios": [1, 1, 1.15], "left": 0.045, "right": 0.975, "top": 0.75, "bottom": 0.2,
+        "wspace": 0.22})
     # With enough evaluations the accuracy shows what a slow link costs; otherwise the loss does.
     if all(len(run.accuracy_by_seconds()) >= 4 for run in runs):
         draw_accuracy_by_time(axes[0], runs)
