@@ -84,6 +84,11 @@ class Plots(unittest.TestCase):
         self.assertNotEqual((self.folder / "points.png").read_bytes(),
                             (self.folder / "lines.png").read_bytes())
 
+    def test_a_python_without_matplotlib_is_named(self):
+        plot = subprocess.run([sys.executable, "-S", ROOT / "bench/plots/plot.py", "x.json"], text=True,
+                              capture_output=True)  # -S: without Debian's packages
+        self.assertRegex(plot.stderr, f"^plot.py: {sys.executable} has no matplotlib; .*matplotlib")
+
     def test_over_links_the_times_to_the_target_are_marked_and_no_text_lies_on_another_or_on_a_line(self):
         from plots import runs
         table = []
