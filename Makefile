@@ -3,6 +3,7 @@
 #   make demo     train a ViT on 4 ranks with FP32, INT8 and PowerSGD gradients, between threads and
 #                 over emulated slow links: a table, build/demo/report.png and report.html
 #   make demo-readme  the same, and write the table and the picture into README.md and docs/
+#   make check    the checks that take seconds: format, text, paths, layers, tables; FILE=path: of one file
 #   make test     build and run every test; PART=system, root or code: some of them (scripts/test.sh)
 #   make test-sanitizers  a selection of the tests under ASan and UBSan, and under ThreadSanitizer
 #   make test-full  both with every sweep at full length, which takes hours
@@ -39,9 +40,10 @@ PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
 BENCH_CHECK_FLAGS ?=
 PART ?=
+FILE ?=
 SOAK ?= faults
 
-.PHONY: build build-tests demo demo-readme test test-sanitizers test-full test-cuda-host test-frameworks \
+.PHONY: build build-tests check demo demo-readme test test-sanitizers test-full test-cuda-host test-frameworks \
   test-pytorch-suite faults soak bench bench-check host-check experiments plan-check gpu-check machine-code \
   bundle wheel deb docs setup format clean
 
@@ -52,6 +54,9 @@ build: setup
 build-tests: setup
 	@scripts/configure.sh release
 	@cmake --build --preset release
+
+check:
+	@$(PYTHON) tools/checks/check.py $(FILE)
 
 demo:
 	@scripts/setup.sh demo

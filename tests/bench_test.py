@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Tests gradwire-bench's measurements of one process: output, stop rule, files, comparison, and the rejection of
-bad input."""
+"""Tests gradwire-bench's measurements of one process: output, stop rule, files, comparison, and refused input."""
 import csv
 import json
 import pathlib
 import re
 import struct
+import subprocess
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "cli"))
@@ -37,7 +37,9 @@ class Kernels(BenchTest):
         self.assertIn("bf16_reduce_encode", declared)
         listed = self.run_command("kernels", "--list").stdout.splitlines()
         self.assertEqual(len(listed), len(set(listed)))
-        self.assertEqual(declared, {line.split()[0] for line in listed})
+        cases = {line.split()[0] for line in listed}
+        self.assertEqual(sorted(declared - cases), [], "add a case for each to bench/cases/kernel_cases*.cpp")
+        self.assertEqual(sorted(cases - declared), [], "no header of kernels/ declares these")
 
     def test_every_case_runs_and_is_measured(self):
         listed = self.run_command("kernels", "--list").stdout.splitlines()
@@ -95,7 +97,11 @@ class Formats(BenchTest):
     def test_the_formats_page_has_the_table_of_formats(self):
         table = self.run_command("formats", "--list").stdout
         self.assertIn("| `bf16` | 2 |", table)
-        self.assertIn(table, (self.root / "docs/formats.md").read_text())
+        there = (self.root / "docs/formats.md").read_text()
+        missing = [row for row in table.splitlines() if f"{row}\n" not in there]
+        if missing or table not in there:
+            self.fail("docs/formats.md lacks the table of gradwire-bench formats --list. Rows to add or "
+                      "replace:\n" + ("\n".join(missing) or "none: their order differs"))
 
     def test_every_format_has_the_error_that_it_states(self):
         rows, out = self.measured("--rows", 4, "--elements", 16384, "--draws", 2)
@@ -298,6 +304,22 @@ class Files(BenchTest):
         with open(self.folder / "out.csv", newline="") as file:
             exact, rounded = csv.DictReader(file)
         self.assertEqual((exact["spec"], exact["encode.n"], rounded["encode.n"]), ("fp32", "", "3"))
+
+    def test_a_killed_benchmark_keeps_its_rows_and_has_said_how_long_it_takes(self):
+        files = [self.folder / f"out.{kind}" for kind in ("json", "csv", "md")]
+        with subprocess.Popen([self.program, "kernels", "--device", "host", "--max-size", "4K", "--cache",
+                               "warm", "--stop", "1s", "--json", files[0], "--csv", files[1], "--markdown",
+                               files[2]],
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                              env=self.environment()) as process:
+            estimate = process.stderr.readline()  # after 5 s of about 300
+            process.kill()
+            shown = [line for line in process.stdout if " 4K " in line]
+        self.assertRegex(estimate, r"^gradwire-bench: case \d+ of \d+, about \d+:\d\d left$")
+        self.assertGreaterEqual(len(shown), 2)
+        self.assertIn(len(json.loads(files[0].read_text())), (len(shown), len(shown) - 1))
+        self.assertIn(len(files[1].read_text().splitlines()) - 1, (len(shown), len(shown) - 1))
+        self.assertIn(len(files[2].read_text().splitlines()) - 2, (len(shown), len(shown) - 1))
 
     def test_unwritable_files(self):
         for flag in ("--csv", "--markdown"):

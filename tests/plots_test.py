@@ -84,12 +84,17 @@ class Plots(unittest.TestCase):
         self.assertNotEqual((self.folder / "points.png").read_bytes(),
                             (self.folder / "lines.png").read_bytes())
 
+    def test_a_python_without_matplotlib_is_named(self):
+        plot = subprocess.run([sys.executable, "-S", ROOT / "bench/plots/plot.py", "x.json"], text=True,
+                              capture_output=True)  # -S: without Debian's packages
+        self.assertRegex(plot.stderr, f"^plot.py: {sys.executable} has no matplotlib; .*matplotlib")
+
     def test_over_links_the_times_to_the_target_are_marked_and_no_text_lies_on_another_or_on_a_line(self):
         from plots import runs
         table = []
         for name, ms, sent in (("fp32", 75, 1230384), ("int8", 24, 309987), ("powersgd:rank=4", 10, 33000)):
-            records = [{"type": "run", "compression": name, "model": {"name": "vit_tiny"},
-                        "data": "synthetic", "ranks": 4, "device": "host", "batch_size": 8, "steps": 60,
+            records = [{"type": "run", "compression": name, "model": {"name": "vit_tiny"}, "ranks": 4,
+                        "data": "synthetic", "device": "host", "batch_size": 8, "steps": 60,
                         "schedule": "ring", "link": "150Mbit"}]
             for s in range(60):
                 records += [{"type": "eval", "step": s, "test_accuracy": 0.8 * s / 60}] * (s % 6 == 0)

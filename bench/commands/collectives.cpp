@@ -332,7 +332,9 @@ class Collectives final : public Command {
       CollectiveRank rank(comm, settings_);
       for (const CollectiveCase& c : cases) {
         CollectiveResult result = rank.run_case(c);
-        if (comm.rank() == 0) report(c, result, "local", 0);
+        if (comm.rank() != 0) continue;
+        report(c, result, "local", 0);
+        case_done(static_cast<size_t>(&c - cases.data()) + 1, cases.size());
       }
     });
   }
@@ -362,7 +364,9 @@ class Collectives final : public Command {
         reference_us = settings_.average_of(
             all_gather_value(comm->transport(), rank.stream, mine_us, "the baseline's times"));
       }
-      if (launch.rank == 0) report(c, result, transport, reference_us);
+      if (launch.rank != 0) continue;
+      report(c, result, transport, reference_us);
+      case_done(static_cast<size_t>(&c - cases.data()) + 1, cases.size());
     }
     comm->barrier();
   }

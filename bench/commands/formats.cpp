@@ -4,7 +4,6 @@
 // feedback; bias; the host's speed relative to copying. --list prints the table of formats in
 // docs/formats.md.
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -20,7 +19,6 @@
 #include "collectives/codec/codec.h"
 #include "runtime/util/error.h"
 #include "trainer/checkpoint/safetensors.h"
-#include "trainer/log/summary.h"
 
 namespace gradwire::bench {
 namespace {
@@ -245,6 +243,7 @@ class Formats final : public Command {
     add("--seed", seed_, "Seed of values and rounding", CLI::NonNegativeNumber);
     add_size("--size", speed_bytes_, "Bytes of the gradient whose encoding and decoding is timed", 64,
              uint64_t{1} << 34);
+    stop_text_ = "50ms";  // speeds to some percent; errors do not depend on it
     add_stop();
     add_files("Write all figures to FILE, for gradients of each tensor")->excludes(list);
   }
@@ -265,24 +264,27 @@ class Formats final : public Command {
             text);
       }
     }
-    prepare_sets();
+    prepare_sets(specs);
     DeviceUnderTest device(Device::host(), stop_);
     Arena arena(device.stream, kArenaPerSize * static_cast<int64_t>(speed_bytes_) + (int64_t{16} << 20));
-    const bool terminal = isatty(STDERR_FILENO) == 1;  // show progress
+    print_heading();
     for (size_t i = 0; i < specs.size(); ++i) {
-      if (terminal) fmt::print(stderr, "\r\033[K[{}/{}] {}", i + 1, specs.size(), specs[i].to_string());
       measure(specs[i], device, arena);
+      case_done(i + 1, specs.size());
     }
-    if (terminal) fmt::print(stderr, "\r\033[K");
-    fmt::print("{}", table_text(table_, "", true));
     write_files();
     return 0;
   }
 
  private:
-  // Fills sets_ and the heading of the table, and prints the units.
-  void prepare_sets() {
-    table_ = {{"spec", "B/element"}};
+  // Fills sets_ and columns_, and prints the units.
+  void prepare_sets(const std::vector<CompressionSpec>& specs) {
+    size_t longest = 4;
+    for (const CompressionSpec& spec : specs) longest = std::max(longest, spec.to_string().size());
+    columns_ = {{"spec", "spec", -static_cast<int>(longest)}, {"B/element", "bytes", 9}};
+    auto add_error = [&](const char* heading) {
+      columns_.push_back({heading, heading, 17, -1, "", 1, "  "});
+    };
     if (gradients_.empty()) {
       // Increasingly heavy tails. Log-normal: the exponential of a standard normal value, with a random sign.
       auto log_normal = [normal = std::normal_distribution<float>()](std::mt19937_64& generator) mutable {
@@ -292,14 +294,15 @@ class Formats final : public Command {
       sets_ = {drawn("gaussian", row_count_, elements_, seed_, std::normal_distribution<float>()),
                drawn("student-t3", row_count_, elements_, seed_, std::student_t_distribution<float>(3)),
                drawn("log-normal", row_count_, elements_, seed_, log_normal)};
-      for (const RowSet& set : sets_) table_[0].push_back(set.name);
+      for (const RowSet& set : sets_) add_error(set.name.c_str());
       fmt::print("{} rows of {} values each, seed {}. ", row_count_, elements_, seed_);
     } else {
       sets_.push_back(gradient_rows(gradients_));
-      table_[0].insert(table_[0].end(), {"all together", "mean of tensors", "worst"});
+      for (const char* heading : {"all together", "mean of tensors", "worst"}) add_error(heading);
       fmt::print("{} tensors of {} that are not zero. ", sets_[0].rows.size(), gradients_);
     }
-    table_[0].insert(table_[0].end(), {"bias", "by chance", "encode", "decode"});
+    for (const char* heading : {"bias", "by chance", "encode", "decode"})
+      columns_.push_back({heading, heading, 9});
     fmt::print(
         "Errors: squared, over the squared norm, of one encode and decode; mean over\n"
         "rows with its standard error. Bias: norm of the mean error of {} draws over the norm ({}); by "
@@ -331,18 +334,17 @@ class Formats final : public Command {
                 {"encode", nullptr},
                 {"decode", nullptr}};
     const RowSet& first = sets_[0];
-    std::vector<std::string> cells{spec.to_string(), fmt::format("{:.4g}", first.bytes_per_element)};
-    if (gradients_.empty()) {
-      for (const RowSet& set : sets_) cells.push_back(mean_text(set));
-    } else {
-      cells.insert(cells.end(), {figure(first.total), mean_text(first), figure(first.worst)});
-    }
-    cells.insert(cells.end(), {figure(first.bias), first.random ? figure(first.by_chance) : "-"});
+    Json shown = {{"bytes", fmt::format("{:.4g}", first.bytes_per_element)},
+                  {"all together", figure(first.total)},
+                  {"mean of tensors", mean_text(first)},
+                  {"worst", figure(first.worst)},
+                  {"bias", figure(first.bias)},
+                  {"by chance", first.random ? figure(first.by_chance) : "-"},
+                  {"encode", nullptr},
+                  {"decode", nullptr}};
+    for (const RowSet& set : sets_) shown[set.name] = mean_text(set);
     for (const std::string op : {"encode", "decode"}) {
-      if (spec.wire->exact) {  // not encoded
-        cells.emplace_back("-");
-        continue;
-      }
+      if (spec.wire->exact) continue;  // not encoded
       arena.reset();
       const Problem problem = op == "encode"
                                   ? reduce_encode_problem(spec.wire, arena, size, 0, true, spec.rounding)
@@ -353,10 +355,10 @@ class Formats final : public Command {
       row[op + "_copy_fraction"] = fraction;
       row["copy_gbps"] = copy_gbps;
       row[op] = timing_json(timing);
-      cells.push_back(fmt::format("{:.0f} %", 100 * fraction));
+      shown[op] = fmt::format("{:.0f} %", 100 * fraction);
+      count_fraction(fraction);
     }
-    table_.push_back(std::move(cells));
-    rows_.push_back(std::move(row));
+    add_row(std::move(row), shown);
   }
 
   Json error_json(const RowSet& set) const {
@@ -387,7 +389,6 @@ class Formats final : public Command {
   int draws_ = 64;
   uint64_t seed_ = 1, speed_bytes_ = 64 << 20;
   std::vector<RowSet> sets_;
-  Table table_;
 };
 
 }  // namespace

@@ -376,7 +376,10 @@ class Hook final : public ComparedCommand {
       fmt::print("{}: {} gradients in {} tensors, one bucket, on {}; medians and minima.\n\n", model_,
                  set.elements, set.tensors.size(), device.description);
       print_heading();
-      for (const CompressionSpec& spec : specs) measure(spec, set, device, baseline ? &*baseline : nullptr);
+      for (size_t i = 0; i < specs.size(); ++i) {
+        measure(specs[i], set, device, baseline ? &*baseline : nullptr);
+        case_done(i + 1, specs.size());
+      }
       fmt::print("\n");
     }
     write_files();

@@ -56,10 +56,12 @@ class Kernels final : public Command {
       fmt::print("{}. Copies of a large buffer, read and written bytes together: {} GB/s.\n\n",
                  device.description, device.describe_copies());
       print_heading();
+      size_t done = 0;
       for (const KernelCase& c : cases) {
         for (int64_t size : sizes) {
           arena.reset();
           measure(device, c, c.make(arena, size), size);
+          case_done(++done, cases.size() * sizes.size());
         }
       }
       fmt::print("\n");
@@ -125,6 +127,7 @@ class Kernels final : public Command {
       const auto [timing, copy_gbps] =
           device.time_with_copy(problem.launch, static_cast<int64_t>(problem.bytes), cold);
       const double gbps = problem.bytes / timing.median_us / 1e3;
+      count_fraction(gbps / copy_gbps);
       Json row = {{"op", c.op},
                   {"variant", c.variant},
                   {"family", c.family},

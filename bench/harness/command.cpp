@@ -8,6 +8,7 @@
 
 #include "runtime/threads/thread_pool.h"
 #include "trainer/cli/flags.h"
+#include "trainer/log/console.h"
 
 namespace gradwire::bench {
 namespace {
@@ -52,6 +53,31 @@ std::string replaced(const std::string& text, char c, const std::string& replace
   std::string out;
   for (char each : text) out += each == c ? replacement : std::string(1, each);
   return out;
+}
+
+std::string csv_text(const Json& rows) {
+  std::string text;
+  for (const auto& line : table_of(rows, true)) {
+    for (size_t i = 0; i < line.size(); ++i) {
+      const bool quoted = line[i].find_first_of(",\"\n") != std::string::npos;
+      text += fmt::format("{}{}", i == 0 ? "" : ",",
+                          quoted ? '"' + replaced(line[i], '"', "\"\"") + '"' : line[i]);
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+std::string markdown_text(const Json& rows) {
+  std::string text;
+  for (const auto& line : table_of(rows, false)) {
+    const bool heading = text.empty();
+    for (const std::string& cell : line) text += fmt::format("| {} ", replaced(cell, '|', "\\|"));
+    text += "|\n";
+    for (size_t i = 0; heading && i < line.size(); ++i) text += "|---";
+    if (heading) text += "|\n";
+  }
+  return text;
 }
 
 }  // namespace
@@ -112,6 +138,7 @@ void Command::print_heading() const {
   std::vector<std::string> cells;
   for (const Column& column : columns_) cells.emplace_back(column.heading);
   fmt::print("{}\n", line_text(cells));
+  std::fflush(stdout);
 }
 
 void Command::add_row(Json row, const Json& shown) {
@@ -127,32 +154,44 @@ void Command::add_row(Json row, const Json& shown) {
   fmt::print("{}\n", line_text(cells));
   std::fflush(stdout);
   rows_.push_back(std::move(row));
+  const auto begin = std::chrono::steady_clock::now();
+  if (begin < next_save_) return;
+  write_files(false);
+  next_save_ = begin + 20 * (std::chrono::steady_clock::now() - begin);  // a long table, seldom
 }
 
-void Command::write_files() {
-  json_.write(rows_.dump(json_indent_) + "\n");
-  if (!csv_.path().empty()) {
-    std::string text;
-    for (const auto& line : table_of(rows_, true)) {
-      for (size_t i = 0; i < line.size(); ++i) {
-        const bool quoted = line[i].find_first_of(",\"\n") != std::string::npos;
-        text += fmt::format("{}{}", i == 0 ? "" : ",",
-                            quoted ? '"' + replaced(line[i], '"', "\"\"") + '"' : line[i]);
-      }
-      text += "\n";
-    }
-    csv_.write(text);
+void Command::case_done(size_t done, size_t total) {
+  const auto now = std::chrono::steady_clock::now();
+  if (done == 1) {
+    first_case_ = now;
+    next_estimate_ = now + std::chrono::seconds(5);
   }
-  if (!markdown_.path().empty()) {
-    std::string text;
-    for (const auto& line : table_of(rows_, false)) {
-      const bool heading = text.empty();
-      for (const std::string& cell : line) text += fmt::format("| {} ", replaced(cell, '|', "\\|"));
-      text += "|\n";
-      for (size_t i = 0; heading && i < line.size(); ++i) text += "|---";
-      if (heading) text += "|\n";
-    }
-    markdown_.write(text);
+  if (now < next_estimate_) return;
+  next_estimate_ = now + std::chrono::seconds(30);
+  const double passed_s = std::chrono::duration<double>(now - first_case_).count();
+  const double left_s = passed_s / static_cast<double>(done - 1) * static_cast<double>(total - done);
+  if (left_s > 60) {
+    fmt::print(stderr, "gradwire-bench: case {} of {}, about {} left\n", done, total, human_seconds(left_s));
+  }
+}
+
+void Command::count_fraction(double of_copy) {
+  if (of_copy > 1.1) ++faster_than_copies_;
+}
+
+void Command::write_files(bool last) {
+  auto write = [&](OutputFile& file, const auto& text_of) {
+    if (!file.path().empty() && (last || file.is_regular())) file.write(text_of(rows_));
+  };
+  write(json_, [&](const Json& rows) { return rows.dump(json_indent_) + "\n"; });
+  write(csv_, csv_text);
+  write(markdown_, markdown_text);
+  if (last && faster_than_copies_ > 0) {
+    fmt::print(
+        "{} figures are over 110 % of copying: other work ran while the copies were timed, or the caches "
+        "held "
+        "the\nop's memory, or the op mostly reads. Repeat on an idle machine.\n",
+        faster_than_copies_);
   }
 }
 

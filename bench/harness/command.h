@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -73,11 +74,18 @@ class Command {
   // Returns the cells as a line with the widths of columns_.
   std::string line_text(const std::vector<std::string>& cells) const;
   void print_heading() const;
-  // Prints a row as text and stores it for the files. `shown`: fields of the text that are not in the files.
+  // Prints a row as text, stores it for the files, and writes the regular ones, so that a killed benchmark
+  // keeps its rows. `shown`: fields of the text that are not in the files.
   void add_row(Json row, const Json& shown = Json::object());
-  // Writes the rows to the files. CSV and Markdown have a column per field: fields of an object within a row
-  // have the object's name before theirs ("encode.n"), and arrays are only in the JSON file.
-  void write_files();
+  // Prints on standard error how long the other cases will take, if that is over a minute: after 5 s, then
+  // every 30 s. done: from 1.
+  void case_done(size_t done, size_t total);
+  // Counts figures that exceed the copy bandwidth, for the note below the table.
+  void count_fraction(double of_copy);
+  // Writes the rows to the files. last: also to devices and pipes, and prints the note. CSV and Markdown have
+  // a column per field: fields of an object within a row have the object's name before theirs ("encode.n"),
+  // and arrays are only in the JSON file.
+  void write_files(bool last = true);
   // Returns the fields of a measurement: n, min_us, q1_us, median_us, q3_us, iqr_us, noise, stop, stopped,
   // sm_mhz, throttled.
   Json timing_json(const Timing& timing) const;
@@ -93,6 +101,8 @@ class Command {
  private:
   std::string json_path_, csv_path_, markdown_path_;
   OutputFile json_, csv_, markdown_;
+  std::chrono::steady_clock::time_point next_save_, first_case_, next_estimate_;
+  int faster_than_copies_ = 0;
 };
 
 std::unique_ptr<Command> make_collectives(CLI::App& app);

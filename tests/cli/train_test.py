@@ -51,7 +51,8 @@ class Train(CommandTest):
             text = "".join(part for title, part in sections.items() if title.startswith(titles))
             text += sections["`step`: one per optimizer step"] * (kind == "summary")
             for field in fields - {"type"}:
-                self.assertRegex(text, f"`{field}[`\\[]", f"docs/formats.md: {field} of {kind}")
+                self.assertTrue(re.search(f"`{field}[`\\[]", text), f"docs/formats.md, 'Run log: JSON "
+                                f"lines', lacks `{field}`: add it to the table of `{kind}`")
 
     def test_products_ignore_openblas_variables(self):
         def run(**variables):

@@ -81,7 +81,6 @@ NOT_RUN: List[Tuple[str, str]] = [
     (r"sudo bench/harness/shaped_link.sh", "needs root; the tests smoke_slow_links and smoke_emulated_links"),
     (r"nsys|gradwire train .* --graph", "needs a GPU"),
     (r"scripts/(golden.py|fresh_debian.sh)", "takes minutes; the tests smoke_golden and smoke_fresh_debian"),
-    (r"ctest", "runs tests that run already"),
 ]
 # Beginnings of blocks that are not commands. Blocks of other languages in fences name their language instead.
 OTHER = ("Over emulated links of", "backward: gradients", "[![ci]", "from gradwire.torch import",

@@ -196,6 +196,9 @@ def decode(spec: str, data: np.ndarray, count: int) -> np.ndarray:
     if name == "fp8":
         scales = data[(count + 15) // 16 * 16:]
         return np.repeat(power_of_two(scales), 128)[:count] * e4m3(data[:count].astype(np.int64))
+    if name not in DEFAULTS:
+        sys.exit(f"tests/oracles/wire_oracle_test.py has no decoder for the format {name}: write one from "
+                 "what docs/formats.md says about its bytes: a row of DEFAULTS and a case in decode_codes()")
     option = {"rotate": "off", **DEFAULTS[name]}
     for item in given.split(",") if given else []:
         key, _, value = item.partition("=")

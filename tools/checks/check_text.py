@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fails on lines over 110 columns, on unformatted C++ and on phrases of words.txt in comments and pages.
 
-    check_text.py ROOT [--fix]
+    check_text.py ROOT [FILE...] [--fix]
 
 Checks the format of C++ and CUDA with clang-format 14, because versions differ. Without clang-format, skips
 this check with a message. --fix formats the files. Tables and links in pages, URLs, and results in
@@ -96,6 +96,8 @@ def unformatted(root: pathlib.Path, names: list[str], fix: bool) -> list[str]:
         print("the format of C++ was not checked: no clang-format 14 (apt install clang-format-14)")
         return []
     sources = [n for n in names if n.endswith(C_FAMILY)]
+    if not sources:
+        return []
     if fix:
         subprocess.run([program, "-i", *sources], cwd=root, check=True)
         return []
@@ -107,10 +109,12 @@ def unformatted(root: pathlib.Path, names: list[str], fix: bool) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=pathlib.Path)
+    parser.add_argument("files", nargs="*", help="only these files")
     parser.add_argument("--fix", action="store_true")
     options = parser.parse_args()
     names = [n for n in gate.files(options.root) if not n.startswith("docs/results/")  # which programs write
              and (n.endswith(TEXT) or n.rpartition("/")[2] in ("CMakeLists.txt", "Makefile"))]
+    names = [n for n in names if n in options.files or not options.files]
     words = read_words(pathlib.Path(__file__).parent / "words.txt")
     wrong = unformatted(options.root, names, options.fix)
     for name in names:
