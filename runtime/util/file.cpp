@@ -62,6 +62,11 @@ FileDescriptor open_regular_file(const std::string& path) {
   return file;
 }
 
+bool holds_data(const std::string& path) {
+  struct stat status {};
+  return stat(path.c_str(), &status) == 0 && S_ISREG(status.st_mode) && status.st_size > 0;
+}
+
 std::string read_regular_file(const std::string& path) {
   return read_from_start(open_regular_file(path).fd(), path);
 }

@@ -43,6 +43,9 @@ bool is_unsupported(int error);
 // FIFOs, devices and folders, and when the file is missing or unreadable.
 FileDescriptor open_regular_file(const std::string& path);
 
+// Returns whether `path` is a regular file that is not empty.
+bool holds_data(const std::string& path);
+
 // Returns the contents of a regular file. Throws the same errors as open_regular_file().
 std::string read_regular_file(const std::string& path);
 // Returns the contents of an open file, from its first byte. Throws BadInput, which names `name`.

@@ -122,7 +122,7 @@ class Checkpoints(CommandTest):
         for flags in ((), ("--ranks", 2, "--shard", "optimizer", "--compression", "int8")):
             folder = f"saved-{len(flags)}"
             diverging = synthetic(*flags, "--optimizer", "sgd", "--lr", "1e6", "--checkpoint", folder,
-                                  "--checkpoint-every", 2, "--checkpoint-keep", 2, "--log", "run.jsonl")
+                                  "--checkpoint-every", 2, "--checkpoint-keep", 2, "--log", f"{folder}.jsonl")
             for steps, resume in ((30, ()), (40, ("--resume", folder))):
                 run = self.run_command("train", *diverging, "--steps", steps, *resume)
                 self.assertEqual(run.returncode, 3, run.stderr)
@@ -133,7 +133,7 @@ class Checkpoints(CommandTest):
                 self.assertEqual(left, {"step-000000002": False, f"step-0000000{steps - 2}": True,
                                         f"step-0000000{steps}": True})
             self.assertIn("Ignoring saved-", run.stdout)
-            self.assertRegex(self.run_command("top", "run.jsonl", "--prometheus").stdout,
+            self.assertRegex(self.run_command("top", f"{folder}.jsonl", "--prometheus").stdout,
                              r"\ngradwire_loss\{.*\} NaN\n")
             named = self.run_command("train", *synthetic("--optimizer", "sgd", "--steps", 31, "--resume",
                                                          f"{folder}/step-000000040"))

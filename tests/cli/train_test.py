@@ -56,6 +56,7 @@ class Train(CommandTest):
     def test_products_ignore_openblas_variables(self):
         def run(**variables):
             # The model is wide enough for OpenBLAS, which is not used for the smallest products.
+            (self.folder / "run.jsonl").unlink(missing_ok=True)
             out = self.succeed(
             "train", *synthetic("--width", 96, "--mlp", 192, "--steps", 3, "--log", "run.jsonl"),
             env=variables)
@@ -76,6 +77,7 @@ class Train(CommandTest):
 
     def test_same_seed_same_numbers(self):
         def losses(*arguments):
+            (self.folder / "run.jsonl").unlink(missing_ok=True)
             self.train("--ranks", 2, "--steps", 5, "--log", "run.jsonl", "--compression",
                        "bf16:round=stochastic", *arguments)
             return [(r.get("loss"), r.get("test_loss")) for r in self.records()

@@ -106,7 +106,7 @@ void find_earlier_runs(std::vector<PlannedRun>& runs, const DataSplits& data, co
   }
 }
 
-// Gives every run without a log the first free number that does not name a device or a FIFO.
+// Gives every run without a log the first free number: that of no earlier log, device or FIFO.
 void name_logs(std::vector<PlannedRun>& runs, const std::string& json) {
   std::set<std::string> taken;
   for (const PlannedRun& run : runs) taken.insert(run.log);
@@ -114,7 +114,7 @@ void name_logs(std::vector<PlannedRun>& runs, const std::string& json) {
   for (PlannedRun& run : runs) {
     while (run.log.empty()) {
       const std::string path = path_of_run(json, number++, ".jsonl");
-      if (!taken.contains(path) && OutputFile::would_be_regular(path)) run.log = path;
+      if (!taken.contains(path) && OutputFile::would_be_regular(path) && !holds_data(path)) run.log = path;
     }
   }
 }

@@ -270,6 +270,16 @@ int report(const char* text, int code) {
   return code;
 }
 
+// Throws BadInput if the run would overwrite its --log. Resumed runs and joiners append to it.
+void check_log(const RunOptions& o) {
+  if (o.log.empty() || !o.resume.empty() || !o.join.empty() || o.dry_run) return;
+  if (!OutputFile::would_be_regular(o.log) || !holds_data(o.log)) return;
+  throw BadInput(
+      "--log {}: the file is not empty, and a new run would overwrite it; name another file, or remove this "
+      "one",
+      o.log);
+}
+
 int train(const RunOptions& options) {
   if (leads(options) && !options.log.empty()) OutputFile::would_be_regular(options.log);
   if (leads(options) && !options.trace.empty()) OutputFile::would_be_regular(options.trace);
@@ -281,6 +291,7 @@ int train(const RunOptions& options) {
     check_all_different(
         {{"auto:plan", run.automatic->plan}, {"--log", options.log}, {"--trace", options.trace}});
   }
+  if (leads(options)) check_log(options);
   if (leads(options)) say_start(run, options);
   if (options.dry_run) {
     if (leads(options)) say_plan(run.config);

@@ -185,7 +185,8 @@ const Setting kOutput[] = {
      "trace_steps", none},
     {kRuns, "--dry-run", &Options::dry_run, "",
      "Check all settings, print the resolved configuration and the required memory, and exit"},
-    {kTrain, "--log", &Options::log, "FILE", "Write records to this file, one JSON object per line"},
+    {kTrain, "--log", &Options::log, "FILE",
+     "Write records to this file, one JSON object per line; it must be new or empty, except with --resume"},
     {kTrain, "--dump-gradients", &Options::gradients_text, "STEP:DIR",
      "Write rank 0's gradients of that step (counted from 0), before they are sent, to DIR: safetensors, for "
      "gradwire-bench formats --gradients DIR",
