@@ -139,6 +139,15 @@ class Checkpoints(CommandTest):
                                                          f"{folder}/step-000000040"))
             self.assertIn("is at step 40", named.stderr)  # a checkpoint that is named itself is not ignored
 
+    def test_top_shows_the_settings_of_a_resumed_run(self):
+        self.train("--checkpoint", "saved")
+        self.succeed("train", *synthetic(), "--ranks", 3, "--steps", 12, "--compression", "int8", "--resume",
+                     "saved", "--log", "run.jsonl")
+        text, metrics = (self.run_command("top", "run.jsonl", *more).stdout
+                         for more in ((), ("--prometheus",)))
+        self.assertRegex(text, r"^vit_tiny on 3 ranks \(threads, host\), int8, .*\nstep 12 of 12 \(100 %\)")
+        self.assertRegex(metrics, r"steps_planned\{.*\} 12\n")
+
     def test_rejects_contradictory_options(self):
         self.assertEqual(self.train("--checkpoint", "saved").returncode, 0)
         (self.folder / "broken").write_text("{}")

@@ -183,6 +183,10 @@ class Compare(CommandTest):
                 row["wire_bytes_per_element"] * self.records("out.0.jsonl")[0]["parameters"],
                 row["wire_bytes"])
 
+    def test_four_ranks_are_the_default(self):
+        first = self.succeed("compare", *SYNTHETIC, *self.specs("fp32"), "--dry-run").stdout.splitlines()[0]
+        self.assertRegex(first, "^Device: .*, 4 ranks.*; --ranks was not given, so 4$")
+
     def test_bad_input(self):
         for arguments, parts in (([], ["--compression SPEC", "--compression shelf"]),
                                  (["--compression", "shelves"], ["unknown method 'shelves'"]),

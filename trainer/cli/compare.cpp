@@ -237,7 +237,10 @@ std::vector<std::string> compared_specs(const RunOptions& options) {
 void compare(const RunOptions& given) {
   RunOptions options = given;
   options.specs = compared_specs(given);
+  const bool chosen = given.rank_count > 0 || (given.launch && given.launch->world > 1);
+  if (!chosen) options.rank_count = kComparedRanks;
   Resolved run = resolve(options);
+  if (!chosen) run.device_line += fmt::format("; --ranks was not given, so {}", kComparedRanks);
   std::vector<PlannedRun> runs = plan_runs(run, options.seeds);
   const bool prints = leads(options);
   if (prints && !options.trace.empty() && !OutputFile::would_be_regular(options.trace)) {

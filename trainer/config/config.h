@@ -89,6 +89,7 @@ constexpr double kDefaultEpochs = 3;
 constexpr int64_t kDefaultBucketMb = 25, kDefaultGradientGroup = 2, kMaxLayersInGroup = 8;
 constexpr int kDefaultCheckpoints = 3;
 
+constexpr int kComparedRanks = 4;  // the default of compare: a single rank sends nothing
 struct TrainConfig {
   VitConfig model;
   DataSpec data;

@@ -100,8 +100,9 @@ const Setting kRanks[] = {
     {kPlan, "--cluster", &Options::cluster, "FILE", "The cluster: a JSON file, see docs/plan.md"},
     {kPlan, "--ranks", &Options::rank_count, Range(1, 1 << 16), "Ranks, a GPU each, which fill whole nodes"},
     {kAll, "--ranks", &Options::rank_count, Range(1, 1024),
-     "Ranks in this process, a thread each (default: 1; under torchrun, srun or mpirun each process is one "
-     "rank)",
+     fmt::format("Ranks in this process, a thread each (default: 1, for compare {}; under torchrun, srun or "
+                 "mpirun each process is one rank)",
+                 kComparedRanks),
      "ranks", run},
     derived("ranks_are", run),
     {kAll, "--rendezvous", &Options::rendezvous, "URL",
