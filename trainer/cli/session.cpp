@@ -3,6 +3,7 @@
 #include <unistd.h>
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -292,6 +293,7 @@ int train(const RunOptions& options) {
         {{"auto:plan", run.automatic->plan}, {"--log", options.log}, {"--trace", options.trace}});
   }
   if (leads(options)) check_log(options);
+  if (!options.like.empty()) run.notes.push_back("Settings that were not given are those of " + options.like);
   if (leads(options)) say_start(run, options);
   if (options.dry_run) {
     if (leads(options)) say_plan(run.config);
@@ -379,6 +381,13 @@ int parse_and_run(int argc, char** argv) {
   }
   try {
     app.parse(argc, argv);
+    if (!options.like.empty()) {
+      const auto launch = detect_launcher();
+      std::vector<std::string> words = flags_like(options.like, *train_command, launch && launch->world > 1);
+      words.insert(words.begin(), argv + 1, argv + argc);
+      std::ranges::reverse(words);  // as CLI11 takes them
+      app.parse(words);
+    }
   } catch (const CLI::Success& success) {
     return app.exit(success);  // --help, --version
   } catch (const CLI::ParseError& error) {

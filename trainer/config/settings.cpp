@@ -204,6 +204,8 @@ const Setting kOutput[] = {
 };
 
 const Setting kCheckpoints[] = {
+    {kTrain, "--like", &Options::like, "FILE",
+     "Repeat the run of this log: its settings, except for flags that are given and for files that it wrote"},
     {kRuns, "--init", &Config::init, "FILE",
      "Start from these weights: safetensors, with torchvision's names", "init"},
     {kTrain, "--checkpoint", &Config::checkpoint_directory, "DIR",
