@@ -19,7 +19,7 @@
 #include "bench/harness/command.h"
 #include "collectives/codec/codec.h"
 #include "runtime/util/error.h"
-#include "trainer/checkpoint/safetensors.h"
+#include "trainer/data/safetensors.h"
 #include "trainer/log/summary.h"
 
 namespace gradwire::bench {

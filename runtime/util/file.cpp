@@ -84,6 +84,16 @@ std::string read_from_start(int fd, const std::string& name) {
   }
 }
 
+void read_at(int fd, const std::string& name, uint64_t at, std::span<std::byte> out) {
+  while (!out.empty()) {
+    const ssize_t done = pread(fd, out.data(), out.size(), static_cast<off_t>(at));
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) throw BadInput("{}: {}", name, std::strerror(errno));
+    if (done == 0) throw BadInput("{}: truncated while being read", name);
+    at += static_cast<uint64_t>(done), out = out.subspan(static_cast<size_t>(done));
+  }
+}
+
 int write_fully(int fd, std::string_view bytes) {
   // SIGPIPE and SIGXFSZ are sent to the writing thread: block these signals, and consume the signals that
   // arrived.

@@ -3,6 +3,9 @@
 
 #include <sys/types.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -50,6 +53,9 @@ bool holds_data(const std::string& path);
 std::string read_regular_file(const std::string& path);
 // Returns the contents of an open file, from its first byte. Throws BadInput, which names `name`.
 std::string read_from_start(int fd, const std::string& name);
+
+// Reads the bytes at offset `at`. Throws BadInput, which names `name`, also if the file ends before.
+void read_at(int fd, const std::string& name, uint64_t at, std::span<std::byte> out);
 
 // Writes all bytes. Returns 0 or an errno. Returns EPIPE for a pipe without a reader and EFBIG for a file
 // beyond `ulimit -f`, without raising SIGPIPE or SIGXFSZ.

@@ -167,8 +167,8 @@ const Setting kRanks[] = {
 };
 
 const Setting kData[] = {
-    {kRuns, "--data", &Options::data_text, "DATA", "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]",
-     "data", bits},
+    {kRuns, "--data", &Options::data_text, "DATA",
+     fmt::format("{}. arrays: images and labels of your own (docs/training.md)", kDataGrammar), "data", bits},
     {kRuns, "--augment", &Options::augment_text, "WORDS",
      "Augmentation of training images, drawn from the seed: none, flip, crop (with padding of an eighth of "
      "the side) or flip,crop",
