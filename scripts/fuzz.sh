@@ -32,8 +32,8 @@ readers=(
   collectives/c_api/state.cpp collectives/c_api/state.cpp collectives/net/handshake.cpp
   collectives/net/membership.cpp collectives/net/socket.cpp collectives/net/store.cpp
   collectives/net/quorum.cpp collectives/spec/spec.cpp kernels/gemm/tuning.cpp
-  trainer/checkpoint/checkpoint.cpp trainer/checkpoint/folder.cpp trainer/checkpoint/safetensors.cpp
-  trainer/config/config.cpp trainer/data/cifar10.cpp trainer/data/cifar10.cpp trainer/data/dataset.cpp
+  trainer/checkpoint/checkpoint.cpp trainer/checkpoint/folder.cpp trainer/data/safetensors.cpp
+  trainer/config/config.cpp trainer/data/arrays.cpp trainer/data/cifar10.cpp trainer/data/dataset.cpp
   trainer/log/records.cpp trainer/log/console.cpp trainer/log/records.cpp trainer/log/summary.cpp
 )
 for reader in "${readers[@]}"; do

@@ -18,7 +18,7 @@
 #include "bench/harness/command.h"
 #include "collectives/codec/codec.h"
 #include "runtime/util/error.h"
-#include "trainer/checkpoint/safetensors.h"
+#include "trainer/data/safetensors.h"
 
 namespace gradwire::bench {
 namespace {

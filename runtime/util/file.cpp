@@ -62,6 +62,11 @@ FileDescriptor open_regular_file(const std::string& path) {
   return file;
 }
 
+bool holds_data(const std::string& path) {
+  struct stat status {};
+  return stat(path.c_str(), &status) == 0 && S_ISREG(status.st_mode) && status.st_size > 0;
+}
+
 std::string read_regular_file(const std::string& path) {
   return read_from_start(open_regular_file(path).fd(), path);
 }
@@ -76,6 +81,16 @@ std::string read_from_start(int fd, const std::string& name) {
     if (got < 0) throw BadInput("{}: {}", name, std::strerror(errno));
     if (got == 0) return text;
     text.append(chunk, static_cast<size_t>(got));
+  }
+}
+
+void read_at(int fd, const std::string& name, uint64_t at, std::span<std::byte> out) {
+  while (!out.empty()) {
+    const ssize_t done = pread(fd, out.data(), out.size(), static_cast<off_t>(at));
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) throw BadInput("{}: {}", name, std::strerror(errno));
+    if (done == 0) throw BadInput("{}: truncated while being read", name);
+    at += static_cast<uint64_t>(done), out = out.subspan(static_cast<size_t>(done));
   }
 }
 

@@ -3,6 +3,9 @@
 
 #include <sys/types.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -43,10 +46,16 @@ bool is_unsupported(int error);
 // FIFOs, devices and folders, and when the file is missing or unreadable.
 FileDescriptor open_regular_file(const std::string& path);
 
+// Returns whether `path` is a regular file that is not empty.
+bool holds_data(const std::string& path);
+
 // Returns the contents of a regular file. Throws the same errors as open_regular_file().
 std::string read_regular_file(const std::string& path);
 // Returns the contents of an open file, from its first byte. Throws BadInput, which names `name`.
 std::string read_from_start(int fd, const std::string& name);
+
+// Reads the bytes at offset `at`. Throws BadInput, which names `name`, also if the file ends before.
+void read_at(int fd, const std::string& name, uint64_t at, std::span<std::byte> out);
 
 // Writes all bytes. Returns 0 or an errno. Returns EPIPE for a pipe without a reader and EFBIG for a file
 // beyond `ulimit -f`, without raising SIGPIPE or SIGXFSZ.

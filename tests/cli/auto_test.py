@@ -77,7 +77,8 @@ class Auto(CommandTest):
                  "host", "--eval-every", 0, "--log", "run.jsonl", "--compression", "auto:allow=bf16+int8"]
         def train(steps, link):
             """Returns what rank 0 printed, the records, and the seconds of the choice before the first step."""
-            (self.folder / "meeting").unlink(missing_ok=True)
+            for old in ("meeting", "run.jsonl"):
+                (self.folder / old).unlink(missing_ok=True)
             ends = self.ends(self.start(2, *flags, "--steps", steps, "--link", link))
             return ends[0][0], self.records(), float(re.search(r"auto:\S+ in ([\d.]+) s", ends[0][0])[1])
 
@@ -108,12 +109,12 @@ class Auto(CommandTest):
         self.assertIn("--compression " + chosen, out)
 
     def test_a_saved_plan_is_repeated_without_measuring(self):
-        flags = ["train", *SLOW, "--log", "run.jsonl", "--compression", "auto:replan=off,plan=plan.json"]
+        flags = ["train", *SLOW, "--compression", "auto:replan=off,plan=plan.json"]
         outs, losses = [], []
-        for _ in range(2):
-            result = self.succeed(*flags, "--ranks", 2)
+        for log in ("first.jsonl", "run.jsonl"):
+            result = self.succeed(*flags, "--ranks", 2, "--log", log)
             outs.append(result.stdout)
-            losses.append([r["loss"] for r in self.records() if r["type"] == "step"])
+            losses.append([r["loss"] for r in self.records(log) if r["type"] == "step"])
         self.assertIn("Measured for", outs[0])
         self.assertNotIn("Measured for", outs[1])
         plan = json.loads((self.folder / "plan.json").read_text())
@@ -181,20 +182,20 @@ class Auto(CommandTest):
         for name, first, later in (("dion", ["--optimizer", "dion:rank=4"], []),
                                    ("momentum", ["--compression", "topk:momentum=0.9", *sgd], sgd)):
             for ranks in (2, 4):
-                run = ["train", *SYNTHETIC, "--steps", 6, "--log", "run.jsonl"]
                 saved = f"{name}-{ranks}"
+                run = ["train", *SYNTHETIC, "--steps", 6, "--log", log := f"{saved}.jsonl"]
                 self.succeed(*run, "--ranks", 2, *first, "--checkpoint", saved,
                              "--checkpoint-every", 3)
-                whole = self.records()
+                whole = self.records(log)
                 shutil.rmtree(next((self.folder / saved).glob("*6")))
                 result = self.succeed(*run, "--ranks", ranks, *later, "--resume", saved, "--compression",
                                       "auto")
                 self.assertIn("no effect on a checkpoint of " + whole[0]["compression"], result.stdout)
                 self.assertNotIn("Measured for", result.stdout)
-                self.assertEqual(self.records()[0]["compression"], whole[0]["compression"])
+                self.assertEqual(self.records(log)[0]["compression"], whole[0]["compression"])
                 if ranks == 2:
                     before, after = ([r["loss"] for r in log if r["type"] == "step"]
-                                     for log in (whole, self.records()))
+                                     for log in (whole, self.records(log)))
                     self.assertEqual(after, before)  # the log keeps the steps before
 
     def test_a_checkpoint_of_one_rank_has_no_choice_for_two(self):

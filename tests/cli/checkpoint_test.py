@@ -122,7 +122,7 @@ class Checkpoints(CommandTest):
         for flags in ((), ("--ranks", 2, "--shard", "optimizer", "--compression", "int8")):
             folder = f"saved-{len(flags)}"
             diverging = synthetic(*flags, "--optimizer", "sgd", "--lr", "1e6", "--checkpoint", folder,
-                                  "--checkpoint-every", 2, "--checkpoint-keep", 2, "--log", "run.jsonl")
+                                  "--checkpoint-every", 2, "--checkpoint-keep", 2, "--log", f"{folder}.jsonl")
             for steps, resume in ((30, ()), (40, ("--resume", folder))):
                 run = self.run_command("train", *diverging, "--steps", steps, *resume)
                 self.assertEqual(run.returncode, 3, run.stderr)
@@ -133,11 +133,20 @@ class Checkpoints(CommandTest):
                 self.assertEqual(left, {"step-000000002": False, f"step-0000000{steps - 2}": True,
                                         f"step-0000000{steps}": True})
             self.assertIn("Ignoring saved-", run.stdout)
-            self.assertRegex(self.run_command("top", "run.jsonl", "--prometheus").stdout,
+            self.assertRegex(self.run_command("top", f"{folder}.jsonl", "--prometheus").stdout,
                              r"\ngradwire_loss\{.*\} NaN\n")
             named = self.run_command("train", *synthetic("--optimizer", "sgd", "--steps", 31, "--resume",
                                                          f"{folder}/step-000000040"))
             self.assertIn("is at step 40", named.stderr)  # a checkpoint that is named itself is not ignored
+
+    def test_top_shows_the_settings_of_a_resumed_run(self):
+        self.train("--checkpoint", "saved")
+        self.succeed("train", *synthetic(), "--ranks", 3, "--steps", 12, "--compression", "int8", "--resume",
+                     "saved", "--log", "run.jsonl")
+        text, metrics = (self.run_command("top", "run.jsonl", *more).stdout
+                         for more in ((), ("--prometheus",)))
+        self.assertRegex(text, r"^vit_tiny on 3 ranks \(threads, host\), int8, .*\nstep 12 of 12 \(100 %\)")
+        self.assertRegex(metrics, r"steps_planned\{.*\} 12\n")
 
     def test_rejects_contradictory_options(self):
         self.assertEqual(self.train("--checkpoint", "saved").returncode, 0)

@@ -54,7 +54,7 @@ class Compare(CommandTest):
         self.assertIn("2 ranks over emulated links of 100Mbit,1ms", shown)
         self.assertEqual([(run["link"], run["final_loss"]) for run in slow],
                          [("100Mbit,1ms", run["final_loss"]) for run in fast])
-        logs += [self.records(f"out.{i}.jsonl") for i in range(2)]  # of new runs: no log was reused
+        logs += [self.records(f"out.{i}.jsonl") for i in (2, 3)]  # of new runs: no log was reused
         self.assertEqual([log[0].get("link") for log in logs], [None, None, "100Mbit,1ms", "100Mbit,1ms"])
         losses = [[r["loss"] for r in log if r["type"] == "step"] for log in logs]
         self.assertEqual(losses[:2], losses[2:])
@@ -120,7 +120,8 @@ class Compare(CommandTest):
                          ["fp32", "fp8", "bf16", "bf16"])
         out, _ = self.compare(*self.specs("fp32", "bf16"), "--lr", 0.5)
         self.assertNotIn("already done", out)
-        self.assertNotEqual(self.contents()["out.0.jsonl"], before["out.0.jsonl"])
+        self.assertEqual(self.contents()["out.0.jsonl"], before["out.0.jsonl"])
+        self.assertTrue((self.folder / "out.5.jsonl").exists())  # logs of other settings stay
         # The command must run again, because a trace requires a run.
         out, _ = self.compare(*self.specs("fp32"), "--lr", 0.5, "--trace", "trace.json")
         self.assertNotIn("already done", out)
@@ -181,6 +182,10 @@ class Compare(CommandTest):
             self.assertAlmostEqual(
                 row["wire_bytes_per_element"] * self.records("out.0.jsonl")[0]["parameters"],
                 row["wire_bytes"])
+
+    def test_four_ranks_are_the_default(self):
+        first = self.succeed("compare", *SYNTHETIC, *self.specs("fp32"), "--dry-run").stdout.splitlines()[0]
+        self.assertRegex(first, "^Device: .*, 4 ranks.*; --ranks was not given, so 4$")
 
     def test_bad_input(self):
         for arguments, parts in (([], ["--compression SPEC", "--compression shelf"]),

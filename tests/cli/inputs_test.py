@@ -40,6 +40,7 @@ INPUTS = [
     *((file, ["train", *QUICK, "--resume", "#"], {}, ["#"])
       for file in ("model.safetensors", "state-0-of-1.safetensors")),
     ("train-images-idx3-ubyte.gz", ["train", "--data", "fashion-mnist:#"], {}, ["@", "not a regular file"]),
+    ("train_images.npy", ["train", "--data", "arrays:#"], {}, ["@", KIND]),
     ("gradients.safetensors", ["formats", "--gradients", "#"], {}, ["@"])]
 
 

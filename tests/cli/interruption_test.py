@@ -123,7 +123,7 @@ class Interruption(CommandTest):
             with self.subTest(ranks=ranks, to=to):
                 folder = f"{number.name}-{ranks}-{len(to)}"
                 flags = synthetic("--epochs", 100000, "--checkpoint", folder, "--checkpoint-every", 10 ** 9,
-                                  "--log", "run.jsonl", "--compression", "int8")
+                                  "--log", log := f"{folder}.jsonl", "--compression", "int8")
                 runs = self.start(ranks, "train", *flags) if ranks > 1 else [self.begin(
                     "train", *flags, "--ranks", 2)]
                 while "step 40/" not in runs[0].stdout.readline():
@@ -133,9 +133,9 @@ class Interruption(CommandTest):
                 errors = [run.communicate(timeout=60)[1] for run in runs]
                 self.assertEqual([run.returncode for run in runs], [-number] * ranks, errors)
                 self.assertEqual(errors[1:], [""] * (ranks - 1))
-                path = re.search(rf"kept ({folder}/step-(\d+)) and run.jsonl; ", errors[0])
-                self.assertEqual(self.records()[-1]["path"], path[1])
-                self.assertEqual(self.records()[-2]["step"] + 1, int(path[2]))
+                path = re.search(rf"kept ({folder}/step-(\d+)) and {log}; ", errors[0])
+                self.assertEqual(self.records(log)[-1]["path"], path[1])
+                self.assertEqual(self.records(log)[-2]["step"] + 1, int(path[2]))
                 again = self.spawn(self.program, "train", *flags, "--ranks", 2, "--resume", folder)
                 while f"step {int(path[2]) + 1}/" not in (line := again.stdout.readline()):
                     self.assertTrue(line)

@@ -80,6 +80,8 @@ class Outputs(CommandTest):
         if name == "resumed --log" and target.code == 0 and os.path.isfile(target.path):
             file = target.contents or target.path
             file.write_text((self.folder / "first.jsonl").read_text())
+        if name == "train --log" and target.code == 0 and os.path.isfile(target.path):
+            (target.contents or target.path).write_text("")  # train overwrites no log
         if name in LOGS and kind is targets.file_size_limit:  # which truncates the log to no lines
             return target._replace(made="out.json")
         if name == "compare":  # of the runs' logs
@@ -258,14 +260,23 @@ class Outputs(CommandTest):
     def test_two_runs_cannot_write_one_log(self):
         flags = ["train", *SYNTHETIC, "--eval-every", "0", "--log", "run.jsonl"]
         first = self.train_until(1, *flags, "--steps", 1000000)
-        self.assert_refused(self.run_command(*flags, "--steps", 3), "run.jsonl",
-                            "another run is writing to it")
         self.assert_refused(self.run_command(*flags, "--steps", 3, "--resume", "saved"),
                             "another run is writing to it")
         first.kill()
         first.wait()
-        self.assertEqual(self.run_command(*flags, "--steps", 3).returncode, 0)
         self.assertEqual(self.run_command(*flags, "--steps", 3, "--resume", "saved").returncode, 0)
+
+    def test_a_new_run_refuses_a_log_that_is_not_empty(self):
+        flags, before = ["train", *SYNTHETIC, "--steps", 3, "--log"], (self.folder / "first.jsonl").read_bytes()
+        (self.folder / "link").symlink_to("first.jsonl")
+        for log in ("first.jsonl", "link"):
+            self.assert_refused(self.run_command(*flags, log), f"--log {log}: the file is not empty",
+                                "name another file, or remove")
+            self.succeed(*flags, log, "--dry-run")
+        self.assertEqual((self.folder / "first.jsonl").read_bytes(), before)
+        with open(self.folder / "all", "w") as out:  # the log follows the printed lines
+            self.run_words(self.program, *flags, "/dev/stdout", stdout=out)
+        self.assertEqual(json.loads((self.folder / "all").read_text().splitlines()[-1])["type"], "summary")
 
 
 if __name__ == "__main__":

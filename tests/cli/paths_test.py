@@ -45,8 +45,8 @@ class Paths(CommandTest):
                             result = self.run_words(program, command, *words)
                             self.assert_refused(result, f"'{bad}' ", f"'./{bad}'", name)
         self.assertEqual(tried, {*results, "--checkpoint", "--resume", "--init", "--members", "--join",
-                                 "--data", "--cluster", "--dump-gradients", "--rendezvous", "--tensorboard",
-                                 "--gradients", "RUN", "FILE", "LOG", "A", "B"})
+                                 "--data", "--like", "--cluster", "--dump-gradients", "--rendezvous",
+                                 "--tensorboard", "--gradients", "RUN", "FILE", "LOG", "A", "B"})
         self.assertEqual(self.files(), [])
 
     def test_variables_with_paths_reject_texts_that_name_no_file(self):

@@ -45,6 +45,8 @@ class Processes(CommandTest):
                                     "host"]), (2, "bf16:round=stochastic,schedule=two_shot", SYNTHETIC),
                                   (3, "powersgd:rank=1,schedule=tree", SYNTHETIC)):
             flags = ["train", *data, "--steps", 5, "--compression", spec, "--trace"]
+            for old in ("threads.jsonl", "processes.jsonl"):
+                (self.folder / old).unlink(missing_ok=True)
             threads = self.succeed(*flags, "threads.json", "--ranks", world, "--log", "threads.jsonl")
             ends = self.run_processes(world, *flags, "processes.json", *(["--graph"] if world == 3 else []),
                                       "--log", "processes.jsonl")

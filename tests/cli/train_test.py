@@ -70,6 +70,7 @@ class Train(CommandTest):
     def test_products_ignore_openblas_variables(self):
         def run(**variables):
             # The model is wide enough for OpenBLAS, which is not used for the smallest products.
+            (self.folder / "run.jsonl").unlink(missing_ok=True)
             out = self.succeed(
             "train", *synthetic("--width", 96, "--mlp", 192, "--steps", 3, "--log", "run.jsonl"),
             env=variables)
@@ -90,6 +91,7 @@ class Train(CommandTest):
 
     def test_same_seed_same_numbers(self):
         def losses(*arguments):
+            (self.folder / "run.jsonl").unlink(missing_ok=True)
             self.train("--ranks", 2, "--steps", 5, "--log", "run.jsonl", "--compression",
                        "bf16:round=stochastic", *arguments)
             return [(r.get("loss"), r.get("test_loss")) for r in self.records()
@@ -98,6 +100,35 @@ class Train(CommandTest):
         first = losses()
         self.assertEqual(first, losses())
         self.assertNotEqual(first, losses("--seed", 1))
+
+    def test_like_repeats_a_run_with_the_flags_that_differ(self):
+        numbers = lambda log: [(r.get("loss"), r.get("test_loss")) for r in self.records(log)
+                               if r["type"] in ("step", "eval")]
+        settings = lambda log: {k: v for k, v in self.records(log)[0].items()
+                                if k not in ("peak_tflops", "copy_gb_per_s", "fma_share")}
+        sgd = ("--optimizer", "sgd", "--momentum", 0.8, "--lr", 0.03, "--shard", "optimizer")
+        for name, flags in (("int8", ("--compression", "int8:block=32", "--accumulate", 2, *sgd)),
+                            ("dion", ("--optimizer", "dion:rank=2,mu=0.9,lr=0.02", "--compression", "int4")),
+                            ("muon", ("--optimizer", "muon:mu=0.9", "--precision", "bf16", "--graph")),
+                            ("adamw", ("--compression", "powersgd:rank=1", "--momentum", 0.85, "--link",
+                                       "1Gbit", "--augment", "flip", "--eval-every", 0.5))):
+            with self.subTest(name):
+                whole, again, other = (f"{name}-{part}.jsonl" for part in ("whole", "again", "other"))
+                self.train("--ranks", 2, "--seed", 3, "--trace", "trace.json", "--log", whole, *flags)
+                (self.folder / "trace.json").unlink()
+                out = self.succeed("train", "--like", whole, "--log", again).stdout
+                self.assertIn(f"Settings that were not given are those of {whole}", out)
+                self.assertEqual(numbers(again), numbers(whole))
+                self.assertEqual(settings(again), {**settings(whole), "trace": None, "trace_steps": None})
+                self.succeed("train", "--like", whole, "--log", other, "--seed", 4, "--epochs", 0.5)
+                self.assertNotEqual(numbers(other)[1], numbers(whole)[1])
+                changed = {"seed": 4, "steps": 6, "epochs": 0.5, "warmup_steps": 0}
+                self.assertEqual({k: v for k, v in settings(other).items() if k not in changed},
+                                 {k: v for k, v in settings(again).items() if k not in changed})
+        self.assertFalse((self.folder / "trace.json").exists())
+        for text, part in (("", "not the log of a run"), ('{"type": "run"}', "lacks settings")):
+            (self.folder / "bad").write_text(text)
+            self.assert_refused(self.run_command("train", "--like", "bad"), "--like bad", part)
 
     def test_diverged_runs_write_valid_json(self):
         result = self.run_command("train", *synthetic("--steps", 6, "--optimizer", "sgd", "--lr", "1e6",

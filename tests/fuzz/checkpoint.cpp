@@ -103,7 +103,7 @@ void put(const std::string& path, Input bytes) {
   file.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
 }
 
-// Returns the same file with the correct checksum of its contents (trainer/checkpoint/safetensors.h), if the
+// Returns the same file with the correct checksum of its contents (trainer/data/safetensors.h), if the
 // file has a field for a checksum.
 Bytes with_its_checksum(Input input) {
   Bytes bytes(input.begin(), input.end());

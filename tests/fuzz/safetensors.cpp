@@ -1,4 +1,4 @@
-#include "trainer/checkpoint/safetensors.h"
+#include "trainer/data/safetensors.h"
 
 #include <vector>
 

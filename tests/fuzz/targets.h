@@ -28,6 +28,7 @@ struct Target {
   void name(Input input);    \
   std::vector<Bytes> name##_seeds()
 
+GW_FUZZ_TARGET(arrays);         // .npy files of images and labels
 GW_FUZZ_TARGET(checkpoint);     // the files of a checkpoint, as read by --resume and --init
 GW_FUZZ_TARGET(cifar);          // CIFAR-10's batches
 GW_FUZZ_TARGET(handshake_in);   // the accepting side, before the connector is authenticated
@@ -48,10 +49,11 @@ GW_FUZZ_TARGET(tuning);         // the file of GRADWIRE_TUNING, and the choices 
 #name, name, name##_seeds \
   }
 inline constexpr std::array kTargets{
-    GW_FUZZ_TARGET(checkpoint),  GW_FUZZ_TARGET(handshake_in), GW_FUZZ_TARGET(handshake_out),
-    GW_FUZZ_TARGET(cifar),       GW_FUZZ_TARGET(idx),          GW_FUZZ_TARGET(log),
-    GW_FUZZ_TARGET(safetensors), GW_FUZZ_TARGET(settings),     GW_FUZZ_TARGET(state),
-    GW_FUZZ_TARGET(store),       GW_FUZZ_TARGET(message),      GW_FUZZ_TARGET(tuning),
+    GW_FUZZ_TARGET(arrays),        GW_FUZZ_TARGET(checkpoint),  GW_FUZZ_TARGET(handshake_in),
+    GW_FUZZ_TARGET(handshake_out), GW_FUZZ_TARGET(cifar),       GW_FUZZ_TARGET(idx),
+    GW_FUZZ_TARGET(log),           GW_FUZZ_TARGET(safetensors), GW_FUZZ_TARGET(settings),
+    GW_FUZZ_TARGET(state),         GW_FUZZ_TARGET(store),       GW_FUZZ_TARGET(message),
+    GW_FUZZ_TARGET(tuning),
 };
 #undef GW_FUZZ_TARGET
 

@@ -11,7 +11,7 @@
 #include "tests/support/thinned.h"
 #include "tests/trainer/checkpoint_fixture.h"
 #include "tests/trainer/files.h"
-#include "trainer/checkpoint/safetensors.h"
+#include "trainer/data/safetensors.h"
 #include "trainer/log/records.h"
 
 namespace gradwire::testing {

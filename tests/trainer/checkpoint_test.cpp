@@ -12,7 +12,7 @@
 #include "tests/support/own_codec.h"
 #include "tests/support/thinned.h"
 #include "tests/trainer/checkpoint_fixture.h"
-#include "trainer/checkpoint/safetensors.h"
+#include "trainer/data/safetensors.h"
 
 namespace gradwire::testing {
 namespace {

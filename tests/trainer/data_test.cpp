@@ -8,8 +8,8 @@
 
 #include "tests/support/expect.h"
 #include "tests/trainer/files.h"
-#include "trainer/checkpoint/safetensors.h"
 #include "trainer/data/dataset.h"
+#include "trainer/data/safetensors.h"
 
 namespace gradwire {
 namespace {

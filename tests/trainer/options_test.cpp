@@ -49,7 +49,7 @@ TEST(Models, InvalidShapesNameTheRemedy) {
 
 TEST(DataSpecs, RoundTripAndRejectInvalidOnes) {
   for (const char* text :
-       {"fashion-mnist", "fashion-mnist:/data", "cifar10:/a:b", "synthetic", "synthetic:12"}) {
+       {"fashion-mnist", "fashion-mnist:/data", "cifar10:/a:b", "arrays:x", "synthetic", "synthetic:12"}) {
     EXPECT_EQ(DataSpec::parse(text).to_string(), text);
   }
   for (const char* text :

@@ -1,5 +1,5 @@
 // Safetensors files: written data is read back, and invalid files are rejected by name.
-#include "trainer/checkpoint/safetensors.h"
+#include "trainer/data/safetensors.h"
 
 #include <gtest/gtest.h>
 

@@ -47,10 +47,11 @@ OPTIONAL_COMMANDS = {
     "torchrun": "make test-frameworks installs it",
     "pkg-config": "capi_installed leaves that part out",
 }
-# Modules that make test-frameworks, make docs or make wheel installs into separate folders below build/.
+# Modules that make test-frameworks, make docs or make wheel installs into separate folders below build/, and
+# one that a user of to_arrays.py installs.
 OPTIONAL_MODULES = {"jax", "jaxlib", "optax", "flax", "lightning", "pytorch_lightning", "accelerate",
                     "transformers", "ray", "deepspeed", "torchtitan", "megatron", "mkdocs", "auditwheel",
-                    "tensorboard"}
+                    "tensorboard", "datasets"}
 PLURALS = {"header": "headers", "library": "libraries", "command": "commands", "module": "Python modules"}
 # A package of each kind of use, and the text with which the check reports that the package is missing.
 PLANTED = {"python3-matplotlib": "the list of scripts/setup.sh demo lacks python3-matplotlib",

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "trainer/checkpoint/safetensors.h"
+#include "trainer/data/safetensors.h"
 
 namespace gradwire {
 

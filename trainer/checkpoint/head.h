@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "collectives/plan/link_costs.h"
-#include "trainer/checkpoint/safetensors.h"
 #include "trainer/config/config.h"
+#include "trainer/data/safetensors.h"
 
 namespace gradwire {
 

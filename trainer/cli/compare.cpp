@@ -106,7 +106,7 @@ void find_earlier_runs(std::vector<PlannedRun>& runs, const DataSplits& data, co
   }
 }
 
-// Gives every run without a log the first free number that does not name a device or a FIFO.
+// Gives every run without a log the first free number: that of no earlier log, device or FIFO.
 void name_logs(std::vector<PlannedRun>& runs, const std::string& json) {
   std::set<std::string> taken;
   for (const PlannedRun& run : runs) taken.insert(run.log);
@@ -114,7 +114,7 @@ void name_logs(std::vector<PlannedRun>& runs, const std::string& json) {
   for (PlannedRun& run : runs) {
     while (run.log.empty()) {
       const std::string path = path_of_run(json, number++, ".jsonl");
-      if (!taken.contains(path) && OutputFile::would_be_regular(path)) run.log = path;
+      if (!taken.contains(path) && OutputFile::would_be_regular(path) && !holds_data(path)) run.log = path;
     }
   }
 }
@@ -238,7 +238,10 @@ std::vector<std::string> compared_specs(const RunOptions& options) {
 void compare(const RunOptions& given) {
   RunOptions options = given;
   options.specs = compared_specs(given);
+  const bool chosen = given.rank_count > 0 || (given.launch && given.launch->world > 1);
+  if (!chosen) options.rank_count = kComparedRanks;
   Resolved run = resolve(options);
+  if (!chosen) run.device_line += fmt::format("; --ranks was not given, so {}", kComparedRanks);
   std::vector<PlannedRun> runs = plan_runs(run, options.seeds);
   const bool prints = leads(options);
   if (prints && !options.trace.empty() && !OutputFile::would_be_regular(options.trace)) {

@@ -56,6 +56,10 @@ void add_run_flags(CLI::App& command, int which, RunOptions& options);
 // begin with `indent` blanks; `end` ends all lines but the last.
 std::string wrapped(const std::string& text, size_t width, size_t used, size_t indent, const char* end = "");
 
+// Returns the flags of `train`, "--lr=0.01", that repeat the run of a log, without the flags that are given
+// and that name files to write. `launched`: a launcher sets the number of ranks. Throws BadInput for a file
+// that is not the log of a run.
+std::vector<std::string> flags_like(const std::string& log, const CLI::App& train, bool launched);
 // Adds top, report, export and formats.
 void add_file_commands(CLI::App& app, FileOptions& options);
 

@@ -3,6 +3,7 @@
 #include <unistd.h>
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -269,6 +270,16 @@ int report(const char* text, int code) {
   return code;
 }
 
+// Throws BadInput if the run would overwrite its --log. Resumed runs and joiners append to it.
+void check_log(const RunOptions& o) {
+  if (o.log.empty() || !o.resume.empty() || !o.join.empty() || o.dry_run) return;
+  if (!OutputFile::would_be_regular(o.log) || !holds_data(o.log)) return;
+  throw BadInput(
+      "--log {}: the file is not empty, and a new run would overwrite it; name another file, or remove this "
+      "one",
+      o.log);
+}
+
 int train(const RunOptions& options) {
   if (leads(options) && !options.log.empty()) OutputFile::would_be_regular(options.log);
   if (leads(options) && !options.trace.empty()) OutputFile::would_be_regular(options.trace);
@@ -280,6 +291,8 @@ int train(const RunOptions& options) {
     check_all_different(
         {{"auto:plan", run.automatic->plan}, {"--log", options.log}, {"--trace", options.trace}});
   }
+  if (leads(options)) check_log(options);
+  if (!options.like.empty()) run.notes.push_back("Settings that were not given are those of " + options.like);
   if (leads(options)) say_start(run, options);
   if (options.dry_run) {
     if (leads(options)) say_plan(run.config);
@@ -396,7 +409,13 @@ int parse_and_run(int argc, char** argv) {
     return kBadInput;
   }
   try {
-    app.parse(std::move(words));
+    app.parse(std::vector(words));
+    if (!options.like.empty()) {
+      const auto launch = detect_launcher();
+      std::vector<std::string> like = flags_like(options.like, *train_command, launch && launch->world > 1);
+      words.insert(words.begin(), like.begin(), like.end());
+      app.parse(std::move(words));
+    }
   } catch (const CLI::Success& success) {
     return app.exit(success);  // --help, --version
   } catch (const CLI::ParseError& error) {

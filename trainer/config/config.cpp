@@ -69,41 +69,43 @@ void check_model(const VitConfig& model) {
   }
 }
 
+namespace {
+
+// In the order of DataSpec::Kind.
+constexpr std::string_view kDataKinds[] = {"fashion-mnist", "cifar10", "arrays", "synthetic"};
+
+}  // namespace
+
 DataSpec DataSpec::parse(const std::string& text) {
-  size_t colon = text.find(':');
-  std::string kind = text.substr(0, colon);
-  std::string rest = colon == std::string::npos ? "" : text.substr(colon + 1);
+  const size_t colon = text.find(':');
+  const std::string word = text.substr(0, colon),
+                    rest = colon == std::string::npos ? "" : text.substr(colon + 1);
   auto bad = [&](const std::string& why) {
-    throw BadInput("--data '{}': {}; use fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]", text, why);
+    throw BadInput("--data '{}': {}; use {}", text, why, kDataGrammar);
   };
+  const auto* known = std::ranges::find(kDataKinds, word);
+  if (known == std::end(kDataKinds))
+    bad(fmt::format("unknown data '{}'{}", word,
+                    suggestion(word, {std::begin(kDataKinds), std::end(kDataKinds)})));
   DataSpec spec;
-  if (kind == "fashion-mnist") {
-    spec.kind = Kind::fashion_mnist;
-  } else if (kind == "cifar10") {
-    spec.kind = Kind::cifar10;
-  } else if (kind == "synthetic") {
-    spec.kind = Kind::synthetic;
-  } else {
-    bad(fmt::format("unknown data '{}'{}", kind,
-                    suggestion(kind, {"fashion-mnist", "cifar10", "synthetic"})));
-  }
+  spec.kind = static_cast<Kind>(known - kDataKinds);
   if (colon != std::string::npos && rest.empty()) bad("nothing after ':'");
-  if (spec.kind == Kind::synthetic) {
-    if (colon == std::string::npos) return spec;
+  if (spec.kind == Kind::synthetic && !rest.empty()) {
     const auto count = parse_number<int64_t>(rest, 1, 100'000'000);
     if (!count) bad(fmt::format("'{}' is not a number of images from 1 to 100000000", rest));
     spec.count = *count;
     return spec;
   }
-  if (spec.kind == Kind::cifar10 && rest.empty()) bad("cifar10 needs the folder of its binary files");
+  const bool needs_folder = spec.kind == Kind::cifar10 || spec.kind == Kind::arrays;
+  if (needs_folder && rest.empty()) bad(fmt::format("{} needs the folder of its files", word));
   spec.directory = rest;
   return spec;
 }
 
 std::string DataSpec::to_string() const {
-  if (kind == Kind::synthetic) return count == 0 ? "synthetic" : fmt::format("synthetic:{}", count);
-  std::string word = kind == Kind::fashion_mnist ? "fashion-mnist" : "cifar10";
-  return directory.empty() ? word : fmt::format("{}:{}", word, directory);
+  const std::string word(kDataKinds[static_cast<size_t>(kind)]);
+  const std::string rest = count > 0 ? fmt::to_string(count) : directory;
+  return rest.empty() ? word : fmt::format("{}:{}", word, rest);
 }
 
 Augmentation Augmentation::parse(const std::string& text) {

@@ -34,9 +34,10 @@ std::vector<std::string> model_names();
 // Throws BadInput unless image % patch == 0, width % heads == 0 and every size is within its limits.
 void check_model(const VitConfig& model);
 
-// The value of --data: fashion-mnist[:DIR] | cifar10:DIR | synthetic[:N].
+// The value of --data.
+inline constexpr const char* kDataGrammar = "fashion-mnist[:DIR], cifar10:DIR, arrays:DIR or synthetic[:N]";
 struct DataSpec {
-  enum class Kind : uint8_t { fashion_mnist, cifar10, synthetic };
+  enum class Kind : uint8_t { fashion_mnist, cifar10, arrays, synthetic };
   Kind kind = Kind::fashion_mnist;
   std::string directory;  // if empty, the default folder of fashion-mnist
   int64_t count = 0;      // synthetic: training images; 0: chosen from the image size (load_data())
@@ -88,6 +89,7 @@ inline constexpr const char* kAutoGrammar = "auto[:error=E][,replan=off][,plan=F
 constexpr double kDefaultEpochs = 3;
 constexpr int64_t kDefaultBucketMb = 25, kDefaultGradientGroup = 2, kMaxLayersInGroup = 8;
 constexpr int kDefaultCheckpoints = 3;
+constexpr int kComparedRanks = 4;  // the default of compare: a single rank sends nothing
 
 struct TrainConfig {
   VitConfig model;

@@ -124,8 +124,9 @@ const Setting kRanks[] = {
      "The cluster: a JSON file (docs/plan.md), or a name such as h100-ib; an unknown name's error lists all"},
     {kPlan, "--ranks", &Options::rank_count, Range(1, 1 << 16), "Ranks, a GPU each, which fill whole nodes"},
     {kAll, "--ranks", &Options::rank_count, Range(1, 1024),
-     "Ranks in this process, a thread each (default: 1; under torchrun, srun or mpirun each process is one "
-     "rank)",
+     fmt::format("Ranks in this process, a thread each (default: 1, for compare {}; under torchrun, srun or "
+                 "mpirun each process is one rank)",
+                 kComparedRanks),
      "ranks", run},
     derived("ranks_are", run),
     {kAll, "--rendezvous", &Options::rendezvous, "URL",
@@ -174,8 +175,8 @@ const Setting kRanks[] = {
 };
 
 const Setting kData[] = {
-    {kRuns, "--data", &Options::data_text, "DATA", "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]",
-     "data", bits},
+    {kRuns, "--data", &Options::data_text, "DATA",
+     fmt::format("{}. arrays: images and labels of your own (docs/training.md)", kDataGrammar), "data", bits},
     {kRuns, "--augment", &Options::augment_text, "WORDS",
      "Augmentation of training images, drawn from the seed: none, flip, crop (with padding of an eighth of "
      "the side) or flip,crop",
@@ -193,7 +194,8 @@ const Setting kOutput[] = {
      "trace_steps", none},
     {kRuns, "--dry-run", &Options::dry_run, "",
      "Check all settings, print the resolved configuration and the required memory, and exit"},
-    {kTrain, "--log", &Options::log, "FILE", "Write records to this file, one JSON object per line"},
+    {kTrain, "--log", &Options::log, "FILE",
+     "Write records to this file, one JSON object per line; it must be new or empty, except with --resume"},
     {kTrain, "--dump-gradients", &Options::gradients_text, "STEP:DIR",
      "Write rank 0's gradients of that step (counted from 0), before they are sent, to DIR: safetensors, for "
      "gradwire-bench formats --gradients DIR",
@@ -210,6 +212,8 @@ const Setting kOutput[] = {
 };
 
 const Setting kCheckpoints[] = {
+    {kTrain, "--like", &Options::like, "FILE",
+     "Repeat the run of this log: its settings, except for flags that are given and for files that it wrote"},
     {kRuns, "--init", &Config::init, "FILE",
      "Start from these weights: safetensors, with torchvision's names", "init"},
     {kTrain, "--checkpoint", &Config::checkpoint_directory, "DIR",

@@ -57,7 +57,7 @@ struct RunOptions : TrainConfig {
   std::optional<double> target_accuracy;  // compare: a percentage
   int seeds = 1;                          // compare: runs of each spec, with consecutive seeds from `seed`
   std::string gather_text = "fp32";
-  std::string log, json, cluster;
+  std::string log, json, cluster, like;
   std::optional<std::string> trace_text;      // A:B
   std::optional<std::string> gradients_text;  // STEP:DIR
   int64_t log_every = 0;                      // steps; 0: a line every few seconds

@@ -33,6 +33,8 @@ DataSplits load_data(const DataSpec& spec, const VitConfig& model, uint64_t seed
       return load_fashion_mnist(spec.directory.empty() ? default_fashion_mnist_directory() : spec.directory);
     case DataSpec::Kind::cifar10:
       return load_cifar10(spec.directory);
+    case DataSpec::Kind::arrays:
+      return load_arrays(spec.directory);
     case DataSpec::Kind::synthetic:
       break;
   }

@@ -36,6 +36,8 @@ DataSplits load_data(const DataSpec& spec, const VitConfig& model, uint64_t seed
 DataSplits load_fashion_mnist(const std::string& directory);
 // Loads data_batch_1..5.bin and test_batch.bin of CIFAR-10's binary version.
 DataSplits load_cifar10(const std::string& directory);
+// Loads train and test images and labels, each a .npy file or a tensor of a safetensors file.
+DataSplits load_arrays(const std::string& directory);
 // Draws synthetic data: a smooth pattern per class. An image is the pattern of its class, shifted, plus
 // noise.
 DataSplits make_synthetic(const VitConfig& shape, int64_t train_count, int64_t test_count, uint64_t seed);

@@ -276,19 +276,16 @@ std::string percent_of(double part, double whole) {
 void LiveRun::read(const std::string& line) {
   const Json json = parse_json(line);
   const std::string type = json.is_object() ? field<std::string>(json, "type").value_or("") : "";
-  if (!begun_) {
-    if (type != "run") throw BadInput("not the log of a run; name the file of `gradwire train --log`");
-    begun_ = true;
-    const auto model = json.find("model");
-    const auto text = [&](const char* key) { return field<std::string>(json, key).value_or("?"); };
-    const int64_t ranks = count_in(json, "ranks");
-    const auto link = field<std::string>(json, "link");
-    title_ = fmt::format(
-        "{} on {} rank{} ({}, {}{}), {}, schedule {}",
-        model != json.end() && model->is_object() ? field<std::string>(*model, "name").value_or("?") : "?",
-        ranks, ranks == 1 ? "" : "s", text("ranks_are"), text("device"),
-        link ? ", links emulated at " + *link : "", text("compression"), text("schedule"));
-    steps_ = count_in(json, "steps");
+  if (!begun_ && type != "run")
+    throw BadInput("not the log of a run; name the file of `gradwire train --log`");
+  begun_ = true;
+  if (type == "run" || type == "resume") {
+    // A resume record of earlier versions has only some of the settings.
+    if (json.contains("model")) settings_ = json;
+    settings_.update(json);
+    steps_ = count_in(settings_, "steps");
+    ranks_now_.reset();
+    waits_ = {};
   } else if (type == "step") {
     done_ = count_in(json, "step") + 1;
     last_.loss = number_in(json, "loss");
@@ -301,8 +298,6 @@ void LiveRun::read(const std::string& line) {
     if (record.waited_s.empty()) return;
     waited_s_ = record.waited_s;
     waits_.add(record);
-  } else if (type == "resume") {
-    waits_ = {};
   } else if (type == "shrink" || type == "grow") {  // ranks get new numbers
     waits_ = {};
     waited_s_.clear();
@@ -313,8 +308,20 @@ void LiveRun::read(const std::string& line) {
   }
 }
 
+std::string LiveRun::title() const {
+  const auto model = settings_.find("model");
+  const auto text = [&](const char* key) { return field<std::string>(settings_, key).value_or("?"); };
+  const int64_t ranks = count_in(settings_, "ranks");
+  const auto link = field<std::string>(settings_, "link");
+  return fmt::format(
+      "{} on {} rank{} ({}, {}{}), {}, schedule {}",
+      model != settings_.end() && model->is_object() ? field<std::string>(*model, "name").value_or("?") : "?",
+      ranks, ranks == 1 ? "" : "s", text("ranks_are"), text("device"),
+      link ? ", links emulated at " + *link : "", text("compression"), text("schedule"));
+}
+
 std::string LiveRun::text() const {
-  std::string text = title_ + (ranks_now_ ? fmt::format(", now {}", *ranks_now_) : "") + "\n";
+  std::string text = title() + (ranks_now_ ? fmt::format(", now {}", *ranks_now_) : "") + "\n";
   text += fmt::format("step {} of {} ({}){}", human_count(static_cast<double>(done_)),
                       human_count(static_cast<double>(steps_)),
                       percent_of(static_cast<double>(done_), static_cast<double>(steps_)),

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "trainer/config/config.h"
+#include "trainer/config/settings.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/summary.h"
 
@@ -80,7 +80,8 @@ class LiveRun {
 
  private:
   bool begun_ = false, finished_ = false;
-  std::string title_;  // "vit_tiny on 4 ranks (processes, host), int8, schedule ring"
+  std::string title() const;  // "vit_tiny on 4 ranks (processes, host), int8, schedule ring"
+  Json settings_;             // the latest run or resume record
   int64_t steps_ = 0, done_ = 0;
   std::optional<size_t> ranks_now_;  // set after ranks were lost or joined
   StepRecord last_;                  // the latest step's loss and measurements

@@ -150,8 +150,11 @@ void RunLog::on_run(const RunInfo& info) {
     write(run_record(config_, data_, info));
     if (!choice_.empty()) write(choice_);
   } else if (!info.takes_over) {
-    write(record("resume", "step", info.first_step, "path", config_.resume, "version", GRADWIRE_VERSION,
-                 "ranks", config_.ranks(), "compression", config_.compression.to_string()));
+    Json json{{"type", "resume"}};
+    add(json, "step", info.first_step, "path", config_.resume, "version", GRADWIRE_VERSION, "schedule",
+        info.schedule);
+    json.update(config_json(config_));
+    write(json_text(json));
   }
 }
 

@@ -1,4 +1,4 @@
-#include "trainer/checkpoint/safetensors.h"
+#include "trainer/data/safetensors.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -289,14 +289,7 @@ void SafetensorsReader::read_bytes(const Tensor& tensor, uint64_t first, std::sp
 }
 
 void SafetensorsReader::read_at(uint64_t at, void* out, size_t bytes) const {
-  char* to = static_cast<char*>(out);
-  while (bytes > 0) {
-    const ssize_t done = pread(file_.fd(), to, bytes, static_cast<off_t>(at));
-    if (done < 0 && errno == EINTR) continue;
-    if (done < 0) refuse("{}", std::strerror(errno));
-    if (done == 0) refuse("truncated while being read");
-    to += done, at += static_cast<uint64_t>(done), bytes -= static_cast<size_t>(done);
-  }
+  gradwire::read_at(file_.fd(), path_, at, {static_cast<std::byte*>(out), bytes});
 }
 
 }  // namespace gradwire
