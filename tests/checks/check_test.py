@@ -35,7 +35,7 @@ class Check(unittest.TestCase):
         import gate
         with tempfile.TemporaryDirectory() as name:
             folder = pathlib.Path(name)
-            for path in ("a.txt", "build/x.py", "python/build/x.json", "lib/__pycache__/a.txtc", "run.3.jsonl"):
+            for path in ("a.txt", "build/x.py", "python/build/x.json", "__pycache__/a.pyc", "run.3"):
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / path).write_text("x")
             (folder / ".gitignore").write_text("# a.txt\n/build/\n/python/build/\n__pycache__/\n/run*\n")
