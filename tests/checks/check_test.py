@@ -15,7 +15,7 @@ ROOT = pathlib.Path()  # argument of the command line
 
 class Check(unittest.TestCase):
     def check(self, file):
-        return subprocess.run([sys.executable, "-B", ROOT / "tools/checks/check.py", file], text=True,
+        return subprocess.run([sys.executable, "-B", "tools/checks/check.py", file], text=True, cwd=ROOT,
                               capture_output=True)
 
     def test_runs_the_gates_of_the_file_only(self):
