@@ -248,7 +248,7 @@ class Numerics(BenchTest):
 
     def test_bad_input(self):
         self.refuse("numerics --spec powersgd:rank=4", "powersgd:rank=4", "wire format")
-        self.refuse("numerics --spec int5", "int5", "int4")
+        self.refuse("numerics --spec int5", "int5", "gradwire formats")
         self.refuse("numerics --ranks 66", "--ranks")
 
 

@@ -355,7 +355,7 @@ class Formats final : public Command {
       row["copy_gbps"] = copy_gbps;
       row[op] = timing_json(timing);
       shown[op] = fmt::format("{:.0f} %", 100 * fraction);
-      count_fraction(fraction);
+      above_copy_ += fraction > 1.1 ? 1 : 0;
     }
     add_row(std::move(row), shown);
   }

@@ -178,10 +178,6 @@ void Command::case_done(size_t done, size_t total) {
   }
 }
 
-void Command::count_fraction(double of_copy) {
-  if (of_copy > 1.1) ++faster_than_copies_;
-}
-
 void Command::write_files(bool last) {
   auto write = [&](OutputFile& file, const auto& text_of) {
     if (!file.path().empty() && (last || file.is_regular())) file.write(text_of(rows_));
@@ -189,12 +185,11 @@ void Command::write_files(bool last) {
   write(json_, [&](const Json& rows) { return rows.dump(json_indent_) + "\n"; });
   write(csv_, csv_text);
   write(markdown_, markdown_text);
-  if (last && faster_than_copies_ > 0) {
+  if (last && above_copy_ > 0) {
     fmt::print(
-        "{} figures are over 110 % of copying: other work ran while the copies were timed, or the caches "
-        "held "
-        "the\nop's memory, or the op mostly reads. Repeat on an idle machine.\n",
-        faster_than_copies_);
+        "{} figures are over 110 % of copying: the machine was busy while the copies were timed, or the op\n"
+        "mostly reads, or the caches held its memory. Repeat on an idle machine.\n",
+        above_copy_);
   }
 }
 

@@ -80,8 +80,6 @@ class Command {
   // Prints on standard error how long the other cases will take, if that is over a minute: after 5 s, then
   // every 30 s. done: from 1.
   void case_done(size_t done, size_t total);
-  // Counts figures that exceed the copy bandwidth, for the note below the table.
-  void count_fraction(double of_copy);
   // Writes the rows to the files. last: also to devices and pipes, and prints the note. CSV and Markdown have
   // a column per field: fields of an object within a row have the object's name before theirs ("encode.n"),
   // and arrays are only in the JSON file.
@@ -97,12 +95,12 @@ class Command {
   std::vector<Column> columns_;
   Json rows_ = Json::array();
   int json_indent_ = 2;
+  int above_copy_ = 0;  // figures over 110 % of copying, for the note below the table
 
  private:
   std::string json_path_, csv_path_, markdown_path_;
   OutputFile json_, csv_, markdown_;
   std::chrono::steady_clock::time_point next_save_, first_case_, next_estimate_;
-  int faster_than_copies_ = 0;
 };
 
 std::unique_ptr<Command> make_collectives(CLI::App& app);

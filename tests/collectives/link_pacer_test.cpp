@@ -51,6 +51,9 @@ TEST(EmulatedLink, ParsesRatesAndDelays) {
     EXPECT_EQ(EmulatedLink::parse(text).to_string(), text);
   }
   EXPECT_EQ(EmulatedLink::parse("100000kbit,1000us").to_string(), "100Mbit,1ms");
+  for (const char* text : {"1Gbps", "1Gb/s", "1Gbit/s", "1G", "1g", "1GBIT"}) {
+    EXPECT_EQ(EmulatedLink::parse(text).to_string(), "1Gbit") << text;
+  }
   EXPECT_FALSE(EmulatedLink{});
 }
 

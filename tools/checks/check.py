@@ -21,7 +21,7 @@ GATES = {
     "factories": (r"^integrations/python/gradwire/", ["tools/checks/check_factories.py", "."], ""),
     "commands": (r"\.md$|page_commands|^Makefile$", ["tools/checks/check_commands.py", "."], ""),
     "kernel_table": (r"\.cuh?$|^docs/gpu.md$", ["tools/checks/check_kernel_table.py", "."], ""),
-    "environment": (r"\.(h|cpp|cu|py)$|^docs/environment.md$",
+    "environment": (r"\.(h|cpp|cu|py|sh)$|^Makefile$|^docs/environment.md$",
                     ["tools/checks/check_environment.py", BIN + "gradwire", "."], BIN + "gradwire"),
     "filters": (r"_test\.cpp$|^(docs|scripts)/|^Makefile$", ["tools/checks/check_filters.py", "build", "."],
                 BIN + "simt_tests"),
@@ -36,10 +36,12 @@ GATES = {
 
 
 def main():
-    files = sys.argv[1:]
-    for file in files:
-        if not (ROOT / file).is_file():
-            sys.exit(f"check: {file}: no such file in {ROOT}")
+    files = []
+    for word in sys.argv[1:]:
+        path = (pathlib.Path.cwd() / word).resolve()
+        if not path.is_file() or ROOT not in path.parents:
+            sys.exit(f"check: {word}: no such file in {ROOT}; without FILE, all gates run")
+        files.append(path.relative_to(ROOT).as_posix())
     failed = []
     for name, (concerns, command, program) in GATES.items():
         if files and not any(re.search(concerns, file) for file in files):

@@ -99,7 +99,8 @@ def problems(root, printed):
     for title, places in SECTIONS.items():
         on_page, read = listed(page.get(title, "")), read_by(root, places)
         for name in sorted(set(read) - on_page):
-            yield f"docs/environment.md: section '{title}' lacks {name}, which {read[name]} reads"
+            yield (f"docs/environment.md: section '{title}' lacks {name}, which {read[name]} reads: "
+                   f"add | `{name}` | its default | what it sets |")
         for name in sorted(on_page - set(read)):
             yield (f"docs/environment.md: section '{title}' has {name}, which none of {', '.join(places)} "
                    "reads: remove it")
