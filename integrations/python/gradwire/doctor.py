@@ -90,7 +90,8 @@ def cuda() -> str:
     except gradwire.Error as error:
         missing = str(error).partition("device 0: ")[2] or str(error)
     if "no CUDA side" in missing:
-        return "CUDA: the library has no CUDA side. For CUDA tensors build it, or its wheel, with nvcc"
+        return ("CUDA: the library has no CUDA side. For CUDA tensors install it with nvcc on PATH and "
+                "CMAKE_ARGS=-DGRADWIRE_CUDA=ON")
     nccl = load_nccl()
     found = (f"NCCL {nccl}" if nccl
              else "no NCCL (needed for ranks with a GPU each: pip install 'gradwire[cuda]')")
