@@ -107,7 +107,7 @@ def measure(place: str, specs: Sequence[str]) -> Costs:
         times.append((1e3 * (end - start), 1e3 * (end - middle)))
     # Backward completes gradients approximately in the reverse order of the parameters, as DDP assumes.
     gradients = {name: p.grad for name, p in reversed(list(model.named_parameters()))
-                 if p.grad is not None and p.grad.layout == torch.strided}
+                 if p.grad is not None and p.grad.layout == torch.strided and p.grad.numel() > 0}
     if not gradients:
         raise _native.BadArgument(f"--model {place}: after backward no parameter of the model has a "
                                   "gradient: loss() must use the model that is returned with it")
