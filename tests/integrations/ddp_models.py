@@ -78,6 +78,7 @@ def compress_finds_the_one_ddp() -> None:
             train(ddp, 2)
             total = hook.stats()["total_wire_bytes"]
             check(3 * stats["wire_bytes"] <= total < 4 * stats["wire_bytes"], f"{total} bytes, {stats}")
+    refused(hook.stats, (gradwire.BadHandle,), "call stats() before close()")
     refused(lambda: compress(nn.ModuleList([ddp_of(small()), ddp_of(small())])), BAD, "ModuleList has 2",
             "compress() for each")
     refused(lambda: compress(nn.DataParallel(small())), BAD,

@@ -315,30 +315,24 @@ class Uses:
 
 
 def containers(root):
-    """Returns what is wrong with the files that start from a bare system: they install setup.sh's packages only,
-    and what they run exists."""
-    wrong = ""
-    docker, workflow = ((root / name).read_text() for name in ("Dockerfile", ".github/workflows/ci.yml"))
-    made = json.loads((root / ".devcontainer/devcontainer.json").read_text())
-    if not re.search(r"^COPY (scripts/setup\.sh) (\S+)\nRUN \2\b", docker, re.M):
-        wrong += "the Dockerfile does not copy scripts/setup.sh and run it\n"
-    if f"AS {made['build']['target']}\n" not in docker or made["build"]["dockerfile"] != "../Dockerfile":
-        wrong += ".devcontainer/devcontainer.json names no stage of the Dockerfile\n"
+    """Returns what is wrong with the files that start from a bare system, and with setup.sh on other systems."""
+    docker, workflow, made = ((root / name).read_text() for name in (
+        "Dockerfile", ".github/workflows/ci.yml", ".devcontainer/devcontainer.json"))
+    listed = {*setup_list(root, ("required", "demo", "tests"))}
     shown = subprocess.run(["/bin/bash", root / "scripts/setup.sh"], env={"PATH": "/nowhere"},
                            capture_output=True, text=True).stdout  # as on a system without dpkg
-    for package in set(setup_list(root, ("required", "demo", "tests"))) - set(shown.split()):
-        wrong += f"on other systems than Debian, scripts/setup.sh does not name {package}\n"
-    known = {*setup_list(root, ("required", "demo", "tests")), *BASE}
-    for words in re.findall(r"apt-get (?:-\S+ )*install (.*)", docker + workflow):
-        for package in {word for word in words.split() if not word.startswith("-")} - known:
-            wrong += f"scripts/setup.sh does not list {package}, which a container installs\n"
-    targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M))
-    for line in re.findall(r"\bmake (.*)", docker + workflow + made["postCreateCommand"]):
-        for word in re.sub(r"-C \S+|\$\{\{.*?\}\}", "", line).split():
-            wrong += "" if word in targets else f"a container runs make {word}, which the Makefile lacks\n"
-    for line in re.findall(r"^ +- run: (\.\S+)", workflow, re.M):
-        wrong += "" if (root / line).exists() else f"the workflow runs {line}, which does not exist\n"
-    return wrong
+    wrong = [f"without dpkg, scripts/setup.sh does not name {name}" for name in listed - {*shown.split()}]
+    if not re.search(r"^COPY (scripts/setup\.sh) (\S+)\nRUN \2\b", docker, re.M):
+        wrong.append("the Dockerfile does not copy scripts/setup.sh and run it")
+    if f" AS {json.loads(made)['build']['target']}\n" not in docker:
+        wrong.append(".devcontainer/devcontainer.json names no stage of the Dockerfile")
+    for words in re.findall(r"apt-get (?:-\S+ )*install -y (.*)", workflow):
+        wrong += [f"the workflow installs {name}, which scripts/setup.sh does not list"
+                  for name in {*words.split()} - listed]
+    targets = re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M)
+    for words in re.findall(r"\bmake (?:-C \S+ )?([a-z -]+)", workflow + docker + made):
+        wrong += [f"a container runs make {name}, which is missing" for name in {*words.split()} - {*targets}]
+    return "\n".join(wrong)
 
 
 def main():
@@ -349,7 +343,7 @@ def main():
         print("skipped: not a Debian system")
         sys.exit(77)
     wrong = containers(root)
-    print(wrong.rstrip() or "the container and the workflow install packages of scripts/setup.sh")
+    print(wrong or "the container and the workflow install packages of scripts/setup.sh")
     packages, failed, without = Packages(), bool(wrong), dict.fromkeys(PLANTED, "")
     for setup, lists in (("setup.sh", ("required", "demo", "tests")),
                          ("setup.sh demo", ("required", "demo"))):

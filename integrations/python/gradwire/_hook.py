@@ -413,11 +413,16 @@ class Hook(HookBuckets):
         sent uncompressed, in the gradients' type; "ratio": dense_bytes / wire_bytes; "comm_ms". Of all steps
         since the hook was created: "total_wire_bytes". And "steps", with those of a loaded state;
         "extra_bytes" of memory; "buckets"; "buckets_in_place"; "description". All but the last are numbers.
+
+        Raises:
+            BadHandle: the hook was closed.
         """
+        if not self._finalizer.alive:
+            raise _native.BadHandle("the hook was closed: call stats() before close()")
         self._worker.drain()
         if self._side_stream is not None:
             self._side_stream.synchronize()
-        sent = self._sent + (self._comm.bytes_sent if self._comm is not None and self._finalizer.alive else 0)
+        sent = self._sent + self._comm.bytes_sent if self._comm is not None else 0
         return {**total_stats(self._buckets), "total_wire_bytes": sent}
 
     def __repr__(self) -> str:

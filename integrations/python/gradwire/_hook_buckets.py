@@ -84,22 +84,18 @@ class HookBuckets:
         entry = self._buckets[index] = Bucket(index, parameters, Layout(names, shapes), buffer.element_size())
         return entry
 
-    def _new_reducer(self, entry: Bucket, buffer: torch.Tensor, spec: str) -> Reducer:
+    def _make_reducer(self, entry: Bucket, buffer: torch.Tensor) -> Reducer:
+        """Creates the bucket's reducer, with the state that is kept for its tensors."""
         layout = entry.layout
-        tensors = [(name, rows, cols) for name, (rows, cols) in zip(layout.names, layout.shapes)]
         make_room(buffer)
         comm = self._communicator(buffer)
         before = comm.bytes_sent
         # One reducer bucket per DDP bucket.
-        reducer = Reducer(comm, spec_for(spec, buffer.dtype), tensors, bucket_bytes=1 << 60, seed=self._seed,
-                          tag=f"DDP bucket {entry.index}", skip_unused=bool(self._skips),
-                          dtype=NATIVE.get(buffer.dtype, "float32"))
+        reducer = Reducer(comm, spec_for(self.spec, buffer.dtype),
+                          [(name, rows, cols) for name, (rows, cols) in zip(layout.names, layout.shapes)],
+                          bucket_bytes=1 << 60, seed=self._seed, tag=f"DDP bucket {entry.index}",
+                          skip_unused=bool(self._skips), dtype=NATIVE.get(buffer.dtype, "float32"))
         self._sent -= comm.bytes_sent - before  # to measure the links
-        return reducer
-
-    def _make_reducer(self, entry: Bucket, buffer: torch.Tensor) -> Reducer:
-        """Creates the bucket's reducer, with the state that is kept for its tensors."""
-        layout, reducer = entry.layout, self._new_reducer(entry, buffer, self.spec)
         carried = self._carried
         if carried is None:
             return reducer

@@ -6,6 +6,8 @@ Forward, backward and compression are measured on this machine; sending is compu
 """
 from __future__ import annotations
 
+import collections
+import math
 import os
 import re
 import runpy
@@ -13,7 +15,7 @@ import statistics
 import sys
 import time
 import traceback
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Counter, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 
@@ -24,23 +26,18 @@ from gradwire.doctor import on_two_ranks
 
 _MEASURE_S, _LEAST = 3.0, 3  # time of the timed steps, and their least number
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # DDP's defaults, in bytes
+_SAMPLE = 1 << 24  # elements whose compression is measured
 _PACKET = 1514 / 1448  # bytes of a full Ethernet packet per byte of payload
 _TIE = 1.05  # as gw_choose()
 
 
 class Costs(NamedTuple):
-    """What was measured of a model. Milliseconds.
+    """What was measured of a model."""
 
-    Attributes:
-        step_ms, backward_ms: forward and backward, and backward alone.
-        buckets: bytes of the gradients in each DDP bucket, in the order of backward.
-        specs: of each spec (error of one encode, milliseconds of compression, bytes sent with two ranks).
-    """
-
-    step_ms: float
+    step_ms: float  # forward and backward
     backward_ms: float
-    buckets: List[int]
-    specs: Dict[str, Tuple[float, float, float]]
+    buckets: List[int]  # bytes of each DDP bucket, in the order of backward
+    specs: Dict[str, Tuple[float, float, float]]  # error of one encode, ms to compress, bytes of two ranks
 
 
 class Prediction(NamedTuple):
@@ -93,10 +90,9 @@ def _failed(place: str, error: BaseException) -> _native.BadArgument:
 def measure(place: str, specs: Sequence[str]) -> Costs:
     """Measures the model of "FILE.py:BUILD" on this machine. Raises BadArgument."""
     model, loss = load(place)
-    step_ms: List[float] = []
-    backward_ms: List[float] = []
+    times: List[Tuple[float, float]] = []  # of each step, and its backward
     begin = time.perf_counter()
-    while len(step_ms) < 1 + _LEAST or time.perf_counter() < begin + _MEASURE_S:
+    while len(times) < 1 + _LEAST or time.perf_counter() < begin + _MEASURE_S:
         model.zero_grad()
         try:
             start = time.perf_counter()
@@ -107,11 +103,11 @@ def measure(place: str, specs: Sequence[str]) -> Costs:
             _synchronize(value)
         except Exception as error:
             raise _failed(place, error) from error
-        backward_ms.append(1e3 * (time.perf_counter() - middle))
-        step_ms.append(1e3 * (time.perf_counter() - start))
+        end = time.perf_counter()
+        times.append((1e3 * (end - start), 1e3 * (end - middle)))
     # Backward completes gradients approximately in the reverse order of the parameters, as DDP assumes.
     gradients = {name: p.grad for name, p in reversed(list(model.named_parameters()))
-                 if p.grad is not None and p.grad.layout == torch.strided}
+                 if p.grad is not None and p.grad.layout == torch.strided and p.grad.numel() > 0}
     if not gradients:
         raise _native.BadArgument(f"--model {place}: after backward no parameter of the model has a "
                                   "gradient: loss() must use the model that is returned with it")
@@ -121,8 +117,8 @@ def measure(place: str, specs: Sequence[str]) -> Costs:
             buckets.append(0)
             limit = _BUCKET
         buckets[-1] += gradient.numel() * gradient.element_size()
-    return Costs(statistics.median(step_ms[1:]), statistics.median(backward_ms[1:]), buckets,
-                 _try(specs, gradients))
+    step_ms, backward_ms = (statistics.median(column) for column in zip(*times[1:]))
+    return Costs(step_ms, backward_ms, buckets, _try(specs, gradients))
 
 
 def _synchronize(value: torch.Tensor) -> None:
@@ -131,10 +127,20 @@ def _synchronize(value: torch.Tensor) -> None:
 
 
 def _try(specs: Sequence[str], gradients: Dict[str, Any]) -> Dict[str, Tuple[float, float, float]]:
-    """Returns Costs.specs: averages the gradients over two ranks of this machine, with each spec."""
-    dtype = next(iter(gradients.values())).dtype
-    sent_as = [spec_for(spec, dtype) for spec in specs]
-    floats = {name: g.detach().to("cpu", torch.float32).contiguous() for name, g in gradients.items()}
+    """Returns Costs.specs: averages the gradients over two ranks of this machine, with each spec.
+
+    Of large models it averages only each n-th tensor of a shape, and scales the costs.
+    """
+    elements = sum(g.numel() for g in gradients.values())
+    seen: Counter[Tuple[int, ...]] = collections.Counter()
+    part = []
+    for name, gradient in gradients.items():
+        if seen[tuple(gradient.shape)] % math.ceil(elements / _SAMPLE) == 0:
+            part.append((name, gradient))
+        seen[tuple(gradient.shape)] += 1
+    scale = elements / sum(g.numel() for _, g in part)
+    sent_as = [spec_for(spec, part[0][1].dtype) for spec in specs]
+    floats = {name: g.detach().to("cpu", torch.float32).contiguous() for name, g in part}
     shapes = [(name, g.shape[0] if g.dim() else 1, g[0].numel() if g.dim() and len(g) else 1)
               for name, g in floats.items()]
 
@@ -152,7 +158,7 @@ def _try(specs: Sequence[str], gradients: Dict[str, Any]) -> Dict[str, Tuple[flo
     first, *_ = on_two_ranks(rank)
     _, plain_ms, plain_bytes = first[0]
     # What a spec takes beyond moving its bytes within this machine is compression.
-    return {spec: (error, max(0.0, ms - plain_ms * sent / plain_bytes), sent)
+    return {spec: (error, scale * max(0.0, ms - plain_ms * sent / plain_bytes), scale * sent)
             for spec, (error, ms, sent) in zip(specs, first)}
 
 

@@ -90,7 +90,8 @@ def cuda() -> str:
     except gradwire.Error as error:
         missing = str(error).partition("device 0: ")[2] or str(error)
     if "no CUDA side" in missing:
-        return "CUDA: the library has no CUDA side. For CUDA tensors build it, or its wheel, with nvcc"
+        return ("CUDA: the library has no CUDA side. For CUDA tensors install it with nvcc on PATH and "
+                "CMAKE_ARGS=-DGRADWIRE_CUDA=ON")
     nccl = load_nccl()
     found = (f"NCCL {nccl}" if nccl
              else "no NCCL (needed for ranks with a GPU each: pip install 'gradwire[cuda]')")
@@ -100,6 +101,8 @@ def cuda() -> str:
 def predicts(arguments: argparse.Namespace) -> int:
     """Prints the report about --model."""
     try:
+        if arguments.model is None or arguments.link is None:
+            raise _native.BadArgument("--model FILE.py:BUILD and --link RATE belong together")
         from gradwire import _predict
         print(_predict.report(arguments.model, arguments.link, arguments.ranks, arguments.spec))
     except (ImportError, _native.Error) as error:
@@ -117,10 +120,7 @@ def main() -> int:
     parser.add_argument("--spec", default="auto", metavar="auto[:error=E][,allow=SPEC+SPEC...]",
                         help="the largest error of one encode (0.1), and the specs to compare")
     arguments = parser.parse_args()
-    if (arguments.model is None) != (arguments.link is None):
-        print("gradwire.doctor: --model FILE.py:BUILD and --link RATE belong together", file=sys.stderr)
-        return 2
-    if arguments.model is not None:
+    if arguments.model is not None or arguments.link is not None:
         return predicts(arguments)
     print(f"Python {platform.python_version()} ({sys.executable}), {platform.platform()}")
     try:
