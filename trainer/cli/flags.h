@@ -75,6 +75,7 @@ inline void check_paths(CLI::App& app) {
   constexpr std::array<std::string_view, 6> kResults{"--json", "--csv",   "--markdown",
                                                      "--log",  "--trace", "--output"};
   for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; })) {
+    command->group("Commands");
     command->parse_complete_callback([=] {
       std::vector<NamedFile> files;
       for (const CLI::Option* option : command->get_options([](const CLI::Option*) { return true; })) {
