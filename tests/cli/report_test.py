@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """`gradwire report` and `gradwire export`: the page's document, bad input, and the page in Chromium."""
 import base64
+import csv
 import gzip
 import importlib.util
 import json
@@ -244,6 +245,22 @@ class BadInput(ReportTest):
             self.assertIn(part, result.stderr)
         self.assertFalse((self.folder / "report.html").exists())
 
+
+    def test_csv_has_a_row_for_each_step_of_each_log(self):
+        logs = [self.write_log("a,b.jsonl", "fp32", steps=3), self.write_log("c.jsonl", "int8", steps=2)]
+        self.succeed("export", "--csv", "steps.csv", "a,b.jsonl", "c.jsonl")
+        with open(self.folder / "steps.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        steps = [(log.name, r) for log in logs for r in self.records(log.name) if r["type"] == "step"]
+        self.assertEqual(len(rows), 5)
+        for row, (log, step) in zip(rows, steps):
+            self.assertEqual(row.pop("log"), log)
+            self.assertEqual({name: float(value) for name, value in row.items()},
+                             {name: value for name, value in step.items() if name != "type"})
+        shown = self.succeed("export", "--csv", "-", "a,b.jsonl", "c.jsonl").stdout
+        self.assertEqual(shown, (self.folder / "steps.csv").read_text())
+        both = self.run_command("export", "--csv", "x", "--tensorboard", "y", "c.jsonl")
+        self.assert_refused(both, "--csv", "--tensorboard")
 
 @unittest.skipUnless(importlib.util.find_spec("tensorboard"), "tensorboard is not installed")
 class Export(ReportTest):
