@@ -55,7 +55,8 @@ constexpr EnvironmentVariable kOwn[] = {
     {"GRADWIRE_NCCL_LIBRARY", "libnccl.so.2",
      "The NCCL library to load, where the default name is not found"},
     {"GRADWIRE_PYTHON", "/usr/bin/python3, or else the first python3 on PATH",
-     "The Python of gradwire report, which needs plotly, and of gradwire export, which needs tensorboard"},
+     "The Python of gradwire report, which needs plotly, and of gradwire export, whose --tensorboard needs "
+     "tensorboard"},
     {"PYTHONPATH", "none",
      "Folders in which these programs find modules that Python has nowhere else. Python's other variables "
      "have no effect on them"},

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """`gradwire report` and `gradwire export`: the page's document, bad input, and the page in Chromium."""
 import base64
+import csv
 import gzip
 import importlib.util
 import json
@@ -57,6 +58,7 @@ class ReportTest(CommandTest):
                          "ratio": 4000 / sent, "wire_bytes": sent, "wire_bytes_per_element": sent / 1000,
                          "dense_bytes": 4000,
                          "exposed_comm_ms": 3, "ranks": 3, "device": "host", "schedule": "ring",
+                         "link": "150Mbit", "target_accuracy": 0.84, "seconds_to_target": sent / 100,
                          "bucket_mb": 25, "seeds": seeds})
         (self.folder / name).write_text(json.dumps(rows))
 
@@ -244,6 +246,22 @@ class BadInput(ReportTest):
             self.assertIn(part, result.stderr)
         self.assertFalse((self.folder / "report.html").exists())
 
+    def test_csv_has_a_row_for_each_step_of_each_log(self):
+        logs = [self.write_log("a,b.jsonl", "fp32", steps=3), self.write_log("c.jsonl", "int8", steps=2)]
+        self.succeed("export", "--csv", "steps.csv", "a,b.jsonl", "c.jsonl")
+        with open(self.folder / "steps.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        steps = [(log.name, r) for log in logs for r in self.records(log.name) if r["type"] == "step"]
+        self.assertEqual(len(rows), 5)
+        for row, (log, step) in zip(rows, steps):
+            self.assertEqual(row.pop("log"), log)
+            self.assertEqual({name: float(value) for name, value in row.items()},
+                             {name: value for name, value in step.items() if name != "type"})
+        shown = self.succeed("export", "--csv", "-", "a,b.jsonl", "c.jsonl").stdout
+        self.assertEqual(shown, (self.folder / "steps.csv").read_text())
+        both = self.run_command("export", "--csv", "x", "--tensorboard", "y", "c.jsonl")
+        self.assert_refused(both, "--csv", "--tensorboard")
+
 
 @unittest.skipUnless(importlib.util.find_spec("tensorboard"), "tensorboard is not installed")
 class Export(ReportTest):
@@ -318,6 +336,15 @@ class Browser(ReportTest):
                     self.assertIn(f"rgb({red},", background)
                     self.assertGreater(len(self.driver.get_screenshot_as_png()), 10000)
         self.assertEqual(self.run_script("performance.getEntriesByType('resource').length"), 0)
+
+    def test_the_headline_is_the_time_to_the_target_over_the_links(self):
+        self.open()
+        self.assertIn("3 ranks on host over emulated links of 150 Mbit/s", self.find("#about")[0].text)
+        self.assertEqual(self.find("#cards div")[0].text.splitlines(),
+                         ["First to 84 % accuracy", "powersgd:rank=4", "after 3.0 s, 13.3x as fast as fp32"])
+        labels = self.run_script("document.getElementById('by-bytes').data.at(-1).text")
+        self.assertEqual([label.strip("\u00a0") for label in (labels[0], labels[-1])],
+                         ["powersgd:rank=4", "fp32"])
 
     def test_the_filter_selects_specs_everywhere(self):
         self.open()

@@ -234,15 +234,19 @@ int write_report(const FileOptions& options) {
   return 0;
 }
 
-int export_events(const FileOptions& options) {
+int export_logs(const FileOptions& options) {
   for (const std::string& log : options.files) open_regular_file(log);
   if (fs::exists(options.tensorboard) && !fs::is_directory(options.tensorboard)) {
     throw BadInput("--tensorboard {}: not a folder", options.tensorboard);
   }
-  std::vector<std::string> arguments{options.tensorboard};
+  const bool csv = !options.csv.empty();
+  if (!csv && options.tensorboard.empty()) throw BadInput("export needs --tensorboard DIR or --csv FILE");
+  OutputFile table(options.csv);
+  std::vector<std::string> arguments{csv ? "csv" : "tensorboard", csv ? "-" : options.tensorboard};
   arguments.insert(arguments.end(), options.files.begin(), options.files.end());
-  const auto [code, output] = run_program("export_tensorboard.py", arguments);
-  std::fputs(output.c_str(), stdout);
+  const auto [code, output] = run_program("export.py", arguments);
+  if (code == 0 && csv) table.write(output);
+  if (!csv) std::fputs(output.c_str(), stdout);
   return code;
 }
 

@@ -324,15 +324,16 @@ void add_file_commands(CLI::App& app, FileOptions& o) {
       "gradwire report fp32.jsonl int8.jsonl kernels.json");
   add_text(*report_command, "-o,--output", o.page, "FILE", "The page, one file that needs no network");
   CLI::App* export_command =
-      app.add_subcommand("export", "Convert run logs for another program (--tensorboard)");
+      app.add_subcommand("export", "Convert run logs for another program (--tensorboard or --csv)");
   export_command->footer(
       "gradwire export run.jsonl --tensorboard events\n"
       "gradwire export result.0.jsonl result.1.jsonl --tensorboard events\n"
-      "gradwire export *.jsonl --tensorboard /tmp/events");
+      "gradwire export run.jsonl --csv steps.csv");
   export_command->add_option("LOG", o.files, "Logs of train --log")->type_name("")->required();
   add_text(*export_command, "--tensorboard", o.tensorboard, "DIR",
-           "Write TensorBoard's event files into DIR, a folder for each log")
-      ->required();
+           "Write TensorBoard's event files into DIR, a folder for each log");
+  add_text(*export_command, "--csv", o.csv, "FILE", "Write a table: a row for each step of each log")
+      ->excludes("--tensorboard");
   app.add_subcommand("formats", "List every compression spec: bytes, error and options")
       ->footer(
           "gradwire formats\n"

@@ -43,8 +43,8 @@ struct FileOptions {
   std::string log;                 // top: of the run
   bool prometheus = false;         // top
   std::vector<std::string> files;  // report and export: logs and results
-  std::string page = "report.html",
-              tensorboard;  // the output of report, and the folder of export's event files
+  std::string page = "report.html", tensorboard,
+              csv;  // the output of report, and of export: a folder or a file
 };
 
 // Returns the formatter of --help: wrapped at words to the terminal's width, at most 110 columns, with ranges

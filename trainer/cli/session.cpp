@@ -422,7 +422,7 @@ int parse_and_run(int argc, char** argv) {
     return report(parse_error_text(app, error).c_str(), kBadInput);
   }
   if (app.got_subcommand("report")) return write_report(file_options);
-  if (app.got_subcommand("export")) return export_events(file_options);
+  if (app.got_subcommand("export")) return export_logs(file_options);
   if (plan_command->parsed()) {
     plan(plan_options);
   } else if (app.got_subcommand("top")) {

@@ -69,7 +69,7 @@ void top(const FileOptions& options);
 // of the program, which prints its error as one line. Throw BadInput if a file cannot be read or written, and
 // Error if Python cannot be started.
 int write_report(const FileOptions& options);
-int export_events(const FileOptions& options);
+int export_logs(const FileOptions& options);
 
 // `gradwire formats` prints every compression spec.
 void formats();

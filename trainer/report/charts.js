@@ -68,17 +68,26 @@ function hoverText(row) {
   return lines.join("<br>");
 }
 
-// Returns the labels of the front, which are above and to the left of their points. A label that would overlap
-// another label, a point of the front or the border is empty. `place` maps a point to pixels.
-function frontLabels(front, place) {
+// Returns the labels of the front and their places: above and to the left of the points, or below and to the
+// right. A label that would overlap another label, a point of the front or the border is empty. The ends of the
+// front come first. `place` maps a point to pixels.
+function frontLabels(front, place, width) {
   const boxes = front.map(place).map(([x, y]) => [x - 3, y - 3, x + 3, y + 3]);
-  return front.map((_, at) => front.length - 1 - at).map((at) => {
-    const [x, y] = place(front[at]), box = [x - 6.6 * front[at].row.label.length - 10, y - 22, x, y - 4];
-    const free = box[0] > 0 &&
-      !boxes.some((b) => box[0] < b[2] && b[0] < box[2] && box[1] < b[3] && b[1] < box[3]);
-    if (free) boxes.push(box);
-    return free ? escaped(front[at].row.label) + "\u00a0\u00a0" : "";
-  }).reverse();
+  const labels = front.map(() => ""), places = front.map(() => "top left");
+  for (const at of new Set([0, front.length - 1, ...front.keys()])) {
+    const [x, y] = place(front[at]), long = 6.6 * front[at].row.label.length + 10;
+    for (const [side, box] of [["top left", [x - long, y - 22, x, y - 4]],
+                               ["bottom right", [x, y + 4, x + long, y + 22]]]) {
+      const free = box[0] > 0 && box[2] < width &&
+        !boxes.some((b) => box[0] < b[2] && b[0] < box[2] && box[1] < b[3] && b[1] < box[3]);
+      if (!free) continue;
+      boxes.push(box);
+      labels[at] = `\u00a0\u00a0${escaped(front[at].row.label)}\u00a0\u00a0`;
+      places[at] = side;
+      break;
+    }
+  }
+  return {text: labels, textposition: places};
 }
 
 function drawTradeoff(id, key, title, text) {
@@ -116,8 +125,8 @@ function drawTradeoff(id, key, title, text) {
                                        (p.row.label.includes("stochastic") ? "-open" : ""))}
     });
   }
-  traces.push({...path, mode: "text", cliponaxis: false, text: frontLabels(front, place),
-               textposition: "top left", textfont: {color: color("ink"), size: 12}});
+  traces.push({...path, mode: "text", cliponaxis: false, ...frontLabels(front, place, width),
+               textfont: {color: color("ink"), size: 12}});
   const yaxis = {range: yRange, ticksuffix: " %", title: {text: "test accuracy", standoff: 6}};
   draw(id, traces, {xaxis, yaxis});
 }

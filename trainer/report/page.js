@@ -124,18 +124,24 @@ function drawResults() {
     {key: "accuracy", title: "Test accuracy", first: -1,
      text: (row) => withSpread(percent(row.accuracy), row.accuracy_std, 2, 100)},
     {key: "loss", title: "Loss", text: (row) => withSpread(fixed(row.loss, 4), row.loss_std, 4)},
-    number("wire_bytes", "Sent per step", humanBytes), number("bytes_per_element", "B/element", significant),
+    number("wire_bytes", "Sent per step", humanBytes), number("bytes_per_element", "Sent per element", (v) => `${significant(v)} B`),
     number("ratio", "Ratio", (v) => known(v) ? v.toFixed(2) + "x" : "–", -1),
     number("step_ms", "Step ms", (v) => fixed(v, 2)),
     number("exposed_comm_ms", "Exposed comm. ms", (v) => fixed(v, 2)),
     number("images_per_s", "Images/s", significant, -1));
+  const target = !perSeed && rows.length && targetOf(rows);
+  if (target) {
+    columns.push(number("seconds_to_target", `Time to ${significant(100 * target)} %`,
+                        (v) => known(v) ? `${fixed(v, 1)} s` : "–"),
+                 {key: "speedup", title: "Speedup", first: -1, value: (row) => speedup(row, rows),
+                  text: (row) => known(speedup(row, rows)) ? `${speedup(row, rows).toFixed(1)}x` : "–"});
+  }
   if (!perSeed && rows.some((row) => row.seeds.length > 1)) {
     columns.push({key: "count", title: "Seeds", value: (row) => row.seeds.length,
                   text: (row) => String(row.seeds.length)});
   }
-  columns.push({key: "schedule", title: "Schedule", left: true});
-  for (const [key, title] of [["ranks", "Ranks"], ["device", "Device"], ["link", "Link"],
-                              ["bucket_mb", "Bucket MiB"]]) {
+  for (const [key, title] of [["schedule", "Schedule"], ["ranks", "Ranks"], ["device", "Device"],
+                              ["link", "Link"], ["bucket_mb", "Bucket MiB"]]) {
     if (differs(key)) columns.push({key, title});
   }
   const own = ["step_ms", "images_per_s", "wire_bytes", "exposed_comm_ms"];
@@ -156,7 +162,8 @@ function flattened(config) {
 function drawConfig() {
   const runs = seedsOf(visibleRows()).map(({run, name}) => ({name, log: run.log, ...flattened(run.config)}));
   const keys = [...new Set(runs.flatMap(Object.keys))].filter((key) => key !== "name" && key !== "log");
-  const text = (value) => known(value) ? String(value) : "–";
+  const text = (value) => typeof value === "number" && !Number.isInteger(value)
+    ? String(+value.toPrecision(4)) : known(value) ? String(value) : "–";
   const differ = keys.filter((key) => new Set(runs.map((run) => text(run[key]))).size > 1);
   const same = keys.filter((key) => !differ.includes(key));
   drawTable("config-differs", [
@@ -199,6 +206,19 @@ function drawBench(bench, at) {
 
 // ---- the page
 
+// Returns the accuracy of compare --target-accuracy, if all rows have the same; otherwise undefined.
+function targetOf(rows) {
+  const targets = new Set(rows.map((row) => row.target_accuracy));
+  return targets.size === 1 && known([...targets][0]) ? [...targets][0] : undefined;
+}
+
+// Returns the speedup of a row's time to the target over fp32's, or null.
+function speedup(row, rows) {
+  const fp32 = rows.find((one) => one.compression === "fp32" && one.link === row.link);
+  return fp32 && fp32.seconds_to_target && row.seconds_to_target
+    ? fp32.seconds_to_target / row.seconds_to_target : null;
+}
+
 function drawCards() {
   const rows = visibleRows().filter((row) => known(row.accuracy));
   if (!rows.length) return find("cards").replaceChildren();
@@ -206,11 +226,20 @@ function drawCards() {
     .reduce((a, b) => a && a[key] <= b[key] ? a : b, null);
   const best = rows.reduce((a, b) => a.accuracy >= b.accuracy ? a : b);
   const near = rows.filter((row) => row.accuracy >= best.accuracy - 0.005);
-  const cards = [["Most accurate", best], ["Fewest bytes within 0.5 points", least(near, "wire_bytes")],
-                 ["Fastest within 0.5 points", least(near, "step_ms")]].filter(([, row]) => row);
-  find("cards").replaceChildren(...cards.map(([title, row]) => element("div", {}, element("dl", {},
-    element("dt", {}, title), element("dd", {}, row.label), element("dd", {},
-      `${percent(row.accuracy)}, ${humanBytes(row.wire_bytes)}, ${fixed(row.step_ms, 1)} ms`)))));
+  const first = targetOf(rows) && least(rows, "seconds_to_target"), times = first && speedup(first, rows);
+  const cards = new Map();  // a row's titles
+  for (const [title, row] of [["Most accurate", best],
+                              ["Fewest bytes within 0.5 points", least(near, "wire_bytes")],
+                              ["Fastest step within 0.5 points", least(near, "step_ms")]]) {
+    if (row) cards.set(row, [...(cards.get(row) || []), title]);
+  }
+  const card = (title, label, text) => element("div", {}, element("dl", {}, element("dt", {}, title),
+    element("dd", {}, label), element("dd", {}, text)));
+  find("cards").replaceChildren(...first ? [card(`First to ${significant(100 * targetOf(rows))} % accuracy`,
+    first.label, `after ${fixed(first.seconds_to_target, 1)} s` +
+    (times && first.compression !== "fp32" ? `, ${times.toFixed(1)}x as fast as fp32` : ""))] : [],
+    ...[...cards].map(([row, titles]) => card(titles.join("; "), row.label,
+      `${percent(row.accuracy)}, ${humanBytes(row.wire_bytes)}, ${fixed(row.step_ms, 1)} ms`)));
 }
 
 function drawLegend(groups) {
@@ -236,7 +265,7 @@ function update() {
   if (!state.plotly) return;
   if (!find("tradeoff").hidden) {
     drawTradeoff("by-bytes", "wire_bytes", "bytes per step and rank", humanBytes);
-    drawTradeoff("by-time", "step_ms", "median step time", (ms) => `${ms} ms`);
+    drawTradeoff("by-time", "step_ms", "median step time, ms", significant);
   }
   if (!find("curves").hidden) drawCurves();
   if (!find("time").hidden) drawParts();
@@ -256,6 +285,10 @@ function showSections() {
     curves: runs.some((run) => run.curves.loss.value.length), time: rows.some(partsOf),
     stragglers: runs.some((run) => run.waits), bench: bench.length > 0, config: runs.length > 0
   };
+  if (!runs.some((run) => run.curves.accuracy.value.length > 1)) {
+    find("curve").value = "loss";
+    find("curve-x").value = "step";
+  }
   for (const [id, show] of Object.entries(shown)) {
     find(id).hidden = !show;
     const title = find(id).querySelector("h2").textContent;
@@ -276,7 +309,9 @@ function describe(groups) {
   const seeds = Math.max(0, ...rows.map((row) => row.seeds.length));
   const facts = [];
   if (rows.length) {
-    facts.push(`${all(rows.map((row) => row.ranks))} ranks on ${all(rows.map((row) => row.device))}`);
+    const links = all(rows.map((row) => row.link && row.link.replace(/(\d)([kMGT]?bit)/g, "$1 $2/s")));
+    facts.push(`${all(rows.map((row) => row.ranks))} ranks on ${all(rows.map((row) => row.device))}` +
+               (links && ` over emulated links of ${links}`));
     if (runs.length) facts.push(`${all(runs.map((run) => run.steps))} steps`);
     if (seeds > 1) facts.push(`means and standard deviations of ${seeds} seeds`);
   }
@@ -286,7 +321,9 @@ function describe(groups) {
   find("footer").textContent = `From ${report.files.join(", ")}` +
     `${versions ? `; gradwire ${versions}` : ""}. This page loads nothing from a network.`;
   find("tradeoff-hint").textContent = "Line: the Pareto front, where no spec is more accurate for as little. " +
-    (seeds > 1 ? "Bars: one standard deviation. " : "") + "Open symbols: stochastic rounding. " +
+    (seeds > 1 ? "Bars: one standard deviation. "
+      : "One seed: how much accuracy differs by chance is not known; compare --seeds 3 measures it. ") +
+    "Open symbols: stochastic rounding. " +
     "Triangles at the border: less accurate than the axis shows.";
   drawLegend(groups);
 }

@@ -237,7 +237,7 @@ def rows_of_comparison(path, document, read_log, notes):
                           "loss": number(seed.get("final_loss")), "run": run,
                           "diverged": bool(seed.get("diverged"))})
         row = {name: number(entry.get(name))
-               for name in (*FIGURES, "ratio", "ranks", "bucket_mb")}
+               for name in (*FIGURES, "ratio", "ranks", "bucket_mb", "target_accuracy", "seconds_to_target")}
         rows.append({**row, "compression": entry["compression"], "source": path.stem, "seeds": seeds,
                      "schedule": str(entry.get("schedule", "")), "device": str(entry.get("device", "")),
                      "link": str(entry.get("link") or ""),

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Writes TensorBoard's event files from run logs, for `gradwire export --tensorboard`.
+"""Converts run logs, for `gradwire export`.
 
-    export_tensorboard.py DIR LOG...
+    export.py tensorboard DIR LOG...    writes event files: a folder of DIR for each log, with the log's name
+    export.py csv - LOG...              returns a table: a row per step of each log, a column per number
 
-Each log becomes a folder of DIR with the log's name. Every number of a step or an evaluation becomes a scalar
-at its step, so that TensorBoard shows runs by name and by relative time.
+Every number of a step or an evaluation becomes a scalar of TensorBoard at its step.
 """
+import csv
+import io
 import pathlib
 import sys
 
@@ -42,7 +44,7 @@ def folders_of(directory, logs):
     return folders
 
 
-def export(log, records, folder, classes):
+def write_events(log, records, folder, classes):
     Event, Summary, EventFileWriter = classes
     seconds = sum((number(r.get("step_ms")) or 0) / 1000 for r in records if r.get("type") == "step")
     now = log.stat().st_mtime - seconds  # records have no clock: the log's last change is the end
@@ -60,17 +62,33 @@ def export(log, records, folder, classes):
     writer.close()
 
 
-def main():
-    directory, logs = pathlib.Path(sys.argv[1]), [pathlib.Path(name) for name in sys.argv[2:]]
-    loaded = {log: load(log) for log in logs}
-    for log, (kind, *_) in loaded.items():
-        if kind != "log":
-            fail(f"{log}: not a run log; give a file of gradwire train --log")
+def tensorboard(directory, loaded):
     classes = writer_classes()
-    folders = folders_of(directory, loaded)
+    folders = folders_of(pathlib.Path(directory), loaded)
     for log, folder in folders.items():
-        export(log, loaded[log][1], folder, classes)
-    deliver("".join(f"TensorBoard: {folder}\n" for folder in folders.values()))
+        write_events(log, loaded[log], folder, classes)
+    return "".join(f"TensorBoard: {folder}\n" for folder in folders.values())
+
+
+def table(_, loaded):
+    steps = [(log, r) for log, records in loaded.items() for r in records if r.get("type") == "step"]
+    names = dict.fromkeys(name for _, step in steps for name, value in step.items()
+                          if value is None or number(value) is not None)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["log", *names])
+    writer.writerows([log, *(number(step.get(name)) for name in names)] for log, step in steps)
+    return text.getvalue()
+
+
+def main():
+    kind, target, *logs = sys.argv[1:]
+    loaded = {pathlib.Path(log): load(pathlib.Path(log)) for log in logs}
+    for log, (what, *_) in loaded.items():
+        if what != "log":
+            fail(f"{log}: not a run log; give a file of gradwire train --log")
+    formats = {"tensorboard": tensorboard, "csv": table}
+    deliver(formats[kind](target, {log: records for log, (_, records) in loaded.items()}))
 
 
 if __name__ == "__main__":
