@@ -56,6 +56,7 @@ SHORTER: List[Tuple[str, str]] = [
     (r"-e 64M|(?<=collectives -n 1 -w 0)$", " -e 1M --schedule ring --compression bf16"),
     (r"(?<=-w 0) --transport tcp", r"\g<0> -e 1M"),
     (r"(?<=gradwire train --data fashion-mnist)(?= &|$)", " --steps 4"),
+    (r"--data arrays:data", r"\g<0> --batch-size 2 --dry-run"),
     (r"done; wait$", "done; for job in $(jobs -p); do wait $job || exit 1; done"),  # wait is 0
     (r"--link 100Mbit", r"\g<0> --steps 4"),
     (r"^gradwire-bench compare A.json B.json", r"cp A.json B.json && \g<0>"),  # the page: by another build
@@ -65,7 +66,8 @@ STATE: Dict[str, str] = {
     "docs/plan.md": "cp trainer/plan/clusters/h100-ib.json cluster.json",
     "docs/results.md": "gradwire train --data synthetic --steps 2 --dump-gradients 1:dumped",
     "docs/training.md": "gradwire compare --data synthetic --ranks 2 --steps 2 --compression bf16"
-                        " --json result.json && cp result.0.jsonl run.jsonl"}
+                        " --json result.json && cp result.0.jsonl run.jsonl && mkdir -p photos/a photos/b && "
+                        "for i in $(seq 12); do cp docs/demo.png photos/a/$i.png; done; cp docs/demo.png photos/b"}
 # Beginnings of shell commands, as in re.match, that no test runs as printed, each with the reason.
 NOT_RUN: List[Tuple[str, str]] = [
     (r"cmake --(preset|build)", "builds what this test runs"),
@@ -82,7 +84,8 @@ NOT_RUN: List[Tuple[str, str]] = [
     (r"RANK=\d", "one of several processes; tests/cli/processes_test.py"),
     (r"sudo bench/harness/shaped_link.sh", "needs root; the tests smoke_slow_links and smoke_emulated_links"),
     (r"nsys|gradwire train .* --graph", "needs a GPU"),
-    (r"build/bin/gradwire export", "needs tensorboard, which Debian lacks; tests/cli/report_test.py runs it"),
+    (r"docker build", "needs Docker and a network; scripts/fresh_debian.sh has a bare Debian"),
+    (r"build/bin/gradwire export --tensorboard", "needs tensorboard, which Debian lacks; tests/cli/report_test.py runs it"),
     (r"scripts/(golden.py|fresh_debian.sh)", "takes minutes; the tests smoke_golden and smoke_fresh_debian"),
 ]
 # Beginnings of blocks that are not commands. Blocks of other languages in fences name their language instead.
