@@ -67,7 +67,7 @@ STATE: Dict[str, str] = {
     "docs/results.md": "gradwire train --data synthetic --steps 2 --dump-gradients 1:dumped",
     "docs/training.md": "gradwire compare --data synthetic --ranks 2 --steps 2 --compression bf16"
                         " --json result.json && cp result.0.jsonl run.jsonl && mkdir -p photos/a photos/b && "
-                        "for i in $(seq 12); do cp docs/demo.png photos/a/$i.png; done; cp docs/demo.png photos/b"}
+                        "for i in $(seq 12); do cp docs/demo.png photos/a/$i.png; done; cp docs/*.png photos/b"}
 # Beginnings of shell commands, as in re.match, that no test runs as printed, each with the reason.
 NOT_RUN: List[Tuple[str, str]] = [
     (r"cmake --(preset|build)", "builds what this test runs"),
@@ -85,7 +85,7 @@ NOT_RUN: List[Tuple[str, str]] = [
     (r"sudo bench/harness/shaped_link.sh", "needs root; the tests smoke_slow_links and smoke_emulated_links"),
     (r"nsys|gradwire train .* --graph", "needs a GPU"),
     (r"docker build", "needs Docker and a network; scripts/fresh_debian.sh has a bare Debian"),
-    (r"build/bin/gradwire export --tensorboard", "needs tensorboard, which Debian lacks; tests/cli/report_test.py runs it"),
+    (r"build/bin/gradwire export --tensorboard", "needs tensorboard; tests/cli/report_test.py"),
     (r"scripts/(golden.py|fresh_debian.sh)", "takes minutes; the tests smoke_golden and smoke_fresh_debian"),
 ]
 # Beginnings of blocks that are not commands. Blocks of other languages in fences name their language instead.
