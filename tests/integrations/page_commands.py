@@ -66,8 +66,8 @@ STATE: Dict[str, str] = {
     "docs/plan.md": "cp trainer/plan/clusters/h100-ib.json cluster.json",
     "docs/results.md": "gradwire train --data synthetic --steps 2 --dump-gradients 1:dumped",
     "docs/training.md": "gradwire compare --data synthetic --ranks 2 --steps 2 --compression bf16"
-                        " --json result.json && cp result.0.jsonl run.jsonl && mkdir -p photos/a photos/b && "
-                        "for i in $(seq 12); do cp docs/demo.png photos/a/$i.png; done; cp docs/*.png photos/b"}
+                        " --json result.json && cp result.0.jsonl run.jsonl && mkdir -p photos/a photos/b && for i"
+                        " in $(seq 12); do cp docs/demo.png photos/a/$i.png; done; cp docs/*.png photos/b"}
 # Beginnings of shell commands, as in re.match, that no test runs as printed, each with the reason.
 NOT_RUN: List[Tuple[str, str]] = [
     (r"cmake --(preset|build)", "builds what this test runs"),
