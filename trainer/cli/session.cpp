@@ -356,7 +356,7 @@ int parse_and_run(int argc, char** argv) {
   app.formatter(help_formatter());
   app.footer(
       "gradwire train --data synthetic --steps 100 --ranks 2 --compression int8\n"
-      "gradwire compare --data fashion-mnist --ranks 4 --steps 200 --compression fp32 --compression int8\n"
+      "gradwire compare --ranks 4 --steps 200 --compression fp32 --compression int8\n"
       "gradwire doctor --ranks 4 --link 1Gbit");
 
   RunOptions options, doctor_options = doctor_defaults(), plan_options = doctor_defaults();
@@ -366,7 +366,7 @@ int parse_and_run(int argc, char** argv) {
   CLI::App* compare_command = app.add_subcommand(
       "compare", "Train once per --compression and seed, everything else the same, and print one table");
   compare_command->footer(
-      "gradwire compare --data fashion-mnist --ranks 4 --steps 200 --compression fp32 --compression int8\n"
+      "gradwire compare --ranks 4 --steps 200 --compression fp32 --compression int8\n"
       "gradwire compare --ranks 4 --link 1Gbit --compression shelf --json result.json\n"
       "gradwire compare --ranks 4 --seeds 3 --compression fp32 --compression powersgd:rank=4 "
       "--target-accuracy 84");
