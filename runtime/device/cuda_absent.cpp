@@ -18,7 +18,7 @@ int device_count() {
   return 0;
 }
 std::string unavailable_reason() {
-  return "this build has no CUDA side (no nvcc when it was configured)";
+  return "this build has no CUDA side; where nvcc is installed, make build adds it";
 }
 void drop_capture(int, CudaStream) noexcept {}
 void restore_device(int) noexcept {}

@@ -54,8 +54,10 @@ void check_model_fits(const VitConfig& model, const Dataset& data) {
                    data.height, data.width);
   }
   if (model.channels != data.channels || model.image != data.height) {
-    throw BadInput("{}, but {} has {}x{}x{}; use --image-size {} and a --patch that divides it", takes,
-                   data.name, data.channels, data.height, data.width, data.height);
+    throw BadInput(
+        "{}, but {} has {}x{}x{}; use --data synthetic, whose images fit, or --image-size {} and a --patch "
+        "that divides it",
+        takes, data.name, data.channels, data.height, data.width, data.height);
   }
   if (model.classes < data.classes) {
     throw BadInput("model {} has {} outputs, but {} has {} classes", model.name, model.classes, data.name,

@@ -381,6 +381,10 @@ std::string recommendation_text(const RanksReport& report, const VitConfig& mode
                                 : fmt::format("{} / {} GB/s = {}, AdamW", human_bytes(report.optimizer_bytes),
                                               number(report.peaks.copy_gb_per_s), ms(costs.optimizer_ms)));
   text += table_text(predictions(r));
+  if (r.best[0].late_ms > 0) {
+    text += fmt::format("  exposed includes {}, the expected wait for the slowest rank, whose speed varies\n",
+                        ms(r.best[0].late_ms));
+  }
 
   const Prediction &plain = r.best[0], &chosen = r.best[r.chosen];
   text += fmt::format(

@@ -120,7 +120,8 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
   out.exposed_ms = std::max(0.0, free - ready);
   if (costs.world > 1 && costs.spread.compute != 0) {  // waits for the slowest rank, whose step varies alike
     const double deviation = std::sqrt(static_cast<double>(costs.micro_batches)) * costs.spread.compute;
-    out.exposed_ms += expected_maximum(costs.world) * deviation * costs.compute_ms;
+    out.late_ms = expected_maximum(costs.world) * deviation * costs.compute_ms;
+    out.exposed_ms += out.late_ms;
   }
   out.step_ms = out.compute_ms + out.exposed_ms + costs.optimizer_ms;
   if (const auto error = costs.errors.find(text); error != costs.errors.end()) out.error = error->second;

@@ -57,6 +57,7 @@ struct Prediction {
   double dense_bytes = 0;     // bytes of the gradients in FP32
   double compute_ms = 0;      // until backward ends, with the delay by kernels that share its cores
   double codec_ms = 0, comm_ms = 0, exposed_ms = 0, step_ms = 0;
+  double late_ms = 0;  // part of exposed_ms: the expected wait for the slowest rank
   // The time of the kernels outside exchanges and of the exchanges with their sums on the reducer's stream,
   // as a run measures them.
   double kernels_ms = 0, links_ms = 0;
