@@ -139,7 +139,7 @@ class Golden:
         def commands(*words):
             text = self.run(*words, "--help")
             yield " ".join(words), digest(text)
-            listed = text.partition("\nSubcommands:\n")[2].partition("\n\n")[0]
+            listed = text.partition("\nCommands:\n")[2].partition("\n\n")[0]
             for command in re.findall(r"^  (\w\S*)", listed, re.M):
                 yield from commands(*words, command)
         yield from commands("gradwire")

@@ -79,7 +79,7 @@ class Collectives final : public Command {
     add("--schedule", schedules_,
         "Repeatable (default: all but nccl). nccl: NCCL's allreduce, for specs that send FP32",
         CLI::IsMember(schedules));
-    add("--compression", compression_, "Compression spec; repeatable");
+    add("--compression", compression_, "Compression spec; repeatable")->type_name("SPEC");
     add("--transport", transports_,
         "local (threads), tcp (processes) or nccl (processes with a GPU each); repeatable (default: local "
         "and tcp)",

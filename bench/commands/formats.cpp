@@ -231,13 +231,12 @@ class Formats final : public Command {
       : Command(app, "formats",
                 "Bytes, error, bias and host speed of each wire format, on random values or real gradients") {
     CLI::Option* list = add("--list", list_, "Print the table of docs/formats.md and exit");
-    add_repeatable("--spec", specs_, "Only these; repeatable (default: every format)");
+    add_repeatable("--spec", specs_, "Only these; repeatable (default: every format)")->type_name("SPEC");
     CLI::Option* gradients =
         add("--gradients", gradients_,
             "Take the tensors of this folder's *.safetensors instead of random values; gradwire train "
             "--dump-gradients STEP:DIR writes them");
-    // CLI11 would list the excluded options in the order of their addresses.
-    gradients->type_name("DIR")->option_text("DIR Excludes: --rows --elements");
+    gradients->type_name("DIR");
     add("--rows", row_count_, "Rows of random values", CLI::Range(1, 1 << 20))->excludes(gradients);
     add("--elements", elements_, "Values per row", CLI::Range(1, 1 << 28))->excludes(gradients);
     add("--draws", draws_, "Encodings of each row by formats that round stochastically",

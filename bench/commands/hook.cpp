@@ -345,7 +345,7 @@ class Hook final : public ComparedCommand {
             app, "hook",
             "The cost of compression alone per step on a model's gradients, compared with PyTorch's hook") {
     add_model();
-    add("--compression", texts_, "Compression spec; repeatable");
+    add("--compression", texts_, "Compression spec; repeatable")->type_name("SPEC");
     add_baseline("Also run PyTorch's hook, alternating with Gradwire");
     add_threads("Host threads of both sides");
     add_files();

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <memory>
@@ -29,12 +30,17 @@ int fail(const std::string& what, int exit_code) {
 }
 
 int main(int argc, char** argv) {
-  constexpr int kFailed = 1, kBadInput = 2;
+  constexpr int kFailed = 1, kBadInput = 2, kNoReader = 128 + SIGPIPE;
   gradwire::prepare_standard_descriptors();
   gradwire::prepare_signals();
   CLI::App app{"Measures and proves Gradwire's parts.", "gradwire-bench"};
   app.set_version_flag("--version", "gradwire-bench " GRADWIRE_VERSION);
   app.require_subcommand(1);
+  app.formatter(gradwire::help_formatter());
+  app.footer(
+      "gradwire-bench kernels --filter powersgd --max-size 16M --stop 50ms\n"
+      "gradwire-bench formats --gradients dumped --json formats.json\n"
+      "gradwire-bench collectives --ranks 4 --compression int8");
   try {
     using namespace gradwire::bench;
     std::vector<std::unique_ptr<Command>> commands;
@@ -48,7 +54,8 @@ int main(int argc, char** argv) {
         std::find_if(commands.begin(), commands.end(), [](const auto& c) { return c->chosen(); });
     const int exit_code = (*chosen)->run();
     if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
-      return fail("standard output could not be written: its disk is full, or its reader is gone", kFailed);
+      if (gradwire::reader_is_gone()) return kNoReader;  // | head
+      return fail("standard output could not be written: is its disk full?", kFailed);
     }
     return exit_code;
   } catch (const CLI::Success& success) {
@@ -58,6 +65,7 @@ int main(int argc, char** argv) {
   } catch (const gradwire::BadInput& error) {
     return fail(error.what(), kBadInput);
   } catch (const std::exception& error) {
+    if (gradwire::reader_is_gone()) return kNoReader;  // fmt::print throws
     return fail(gradwire::text_of(error), kFailed);
   }
 }

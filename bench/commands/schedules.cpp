@@ -201,7 +201,8 @@ class Numerics final : public Command {
     add("--elements", elements_, "Number of values per rank", CLI::Range(1, 1 << 26));
     add("--seed", seed_, "Seed of the values", CLI::NonNegativeNumber);
     add_repeatable("--spec", texts_,
-                   "A wire format; repeatable (default: fp32, and bf16, fp8 and int8 with either rounding)");
+                   "A wire format; repeatable (default: fp32, and bf16, fp8 and int8 with either rounding)")
+        ->type_name("SPEC");
     add_json("Write the table to FILE; bench/plots/plot.py draws it");
   }
 

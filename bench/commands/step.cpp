@@ -109,7 +109,8 @@ class StepCommand final : public Command {
     add_device()->capture_default_str();
     add("--batch-size", config_.batch_size, "Images per step", CLI::Range(int64_t{1}, int64_t{1} << 20))
         ->capture_default_str();
-    add_repeatable("--compression", specs_, "Compression spec; repeatable (default: fp32, powersgd:rank=4)");
+    add_repeatable("--compression", specs_, "Compression spec; repeatable (default: fp32, powersgd:rank=4)")
+        ->type_name("SPEC");
     add_stop();
     add_files();
     columns_ = {{"model", "model", -10},

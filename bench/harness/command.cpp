@@ -58,7 +58,10 @@ std::string replaced(const std::string& text, char c, const std::string& replace
 
 CLI::Option* Command::add_size(const char* flags, uint64_t& bytes, const std::string& about, uint64_t least,
                                uint64_t most) {
-  return add(flags, bytes, about)->transform(size_value(false))->check(CLI::Range(least, most));
+  return add(flags, bytes, about)
+      ->type_name("SIZE")
+      ->transform(size_value(false))
+      ->check(CLI::Range(least, most));
 }
 
 CLI::Option* Command::add_device() {

@@ -19,9 +19,9 @@
 namespace gradwire {
 namespace {
 
-[[noreturn]] void bad(std::string_view text, const std::string& why, bool with_grammar = false) {
+[[noreturn]] void bad(std::string_view text, const std::string& why, bool points_to_list = false) {
   throw BadInput("compression spec '{}': {}{}", text, why,
-                 with_grammar ? "; a spec is " + CompressionSpec::grammar() : "");
+                 points_to_list ? "; gradwire formats lists every spec" : "");
 }
 
 // Returns the words joined as "a|b|c".
@@ -150,7 +150,14 @@ std::vector<std::pair<std::string_view, std::string_view>> items_of(std::string_
     if (comma + 1 == rest.size()) bad(text, "ends in ','", true);
     rest = comma == std::string_view::npos ? std::string_view() : rest.substr(comma + 1);
     const size_t equals = item.find('=');
-    if (equals == std::string_view::npos) bad(text, fmt::format("'{}' is not key=value", item), true);
+    if (equals == std::string_view::npos) {
+      const std::string_view name = item.substr(0, item.find(':'));
+      const bool is_spec = find_wire_format(name) != nullptr || CompressionSpec::is_codec(name);
+      bad(text,
+          fmt::format("'{}' is {}", item,
+                      is_spec ? "another spec; repeat --compression, once for each spec" : "not key=value"),
+          true);
+    }
     const std::string_view key = item.substr(0, equals), value = item.substr(equals + 1);
     for (const auto& [before, other] : items) {
       if (before == key) bad(text, fmt::format("'{}' is given twice", key));
@@ -247,7 +254,10 @@ void apply(CompressionSpec& spec, std::string_view text, std::string_view method
       std::vector<std::string_view> legal;
       for (const auto& [known, set] : options) legal.push_back(known);
       for (const FormatOption& o : choices) legal.emplace_back(o.key);
-      bad(text, fmt::format("{} has no option '{}'; it has {}", method, key, fmt::join(legal, ", ")));
+      const bool ratio = key == "ratio" && has_k(spec.wire);
+      bad(text, fmt::format("{} has no option '{}'{}; it has {}", method, key,
+                            ratio ? "; k=64,of=4096 is the ratio 64 / 4096" : suggestion(key, legal),
+                            fmt::join(legal, ", ")));
     }
     if (!choice->set(value)) bad(text, fmt::format("{}='{}' is not {}", key, value, choice->legal()));
   }
@@ -313,6 +323,8 @@ CompressionSpec CompressionSpec::parse(std::string_view text, bool fed_back) {
   } else if (method == "dion") {
     spec.method = Method::dion;
   } else {
+    if (method == "fp16" || method == "half" || method == "float16")
+      bad(text, fmt::format("{} is not a wire format; bf16 sends as many bytes", method), true);
     auto known = format_names();
     known.insert(known.end(), {"powersgd", "randk", "dion"});
     bad(text, fmt::format("unknown method '{}'{}", method, suggestion(method, known)), true);

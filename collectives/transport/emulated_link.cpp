@@ -18,6 +18,7 @@ constexpr double kMaxDelay = 10e9;  // in nanoseconds
 constexpr double kMaxBurst = 1e9;   // in bytes
 constexpr double kMaxTime = 1e15;   // until the rate changes, in nanoseconds
 constexpr std::string_view kThen = ",then=";
+constexpr const char* kRate = "a rate from 100kbit to 1Tbit";
 
 struct Unit {
   const char* name;
@@ -42,6 +43,14 @@ std::optional<double> value_of(std::string_view text, const std::array<Unit, N>&
   return {};
 }
 
+// Returns a rate as this file writes it: Gbps, Gb/s, Gbit/s and G are Gbit. GBps would be bytes.
+std::string bits(std::string_view text) {
+  for (const std::string_view unit : {"bps", "b/s", "bit/s"}) {
+    if (text.ends_with(unit)) return fmt::format("{}bit", text.substr(0, text.size() - unit.size()));
+  }
+  return text.find_last_of("TGgMmKk") + 1 == text.size() ? fmt::format("{}bit", text) : std::string(text);
+}
+
 template <size_t N>
 std::string text_of_value(double value, const std::array<Unit, N>& units) {
   const auto fits =
@@ -64,14 +73,13 @@ EmulatedLink EmulatedLink::parse(const std::string& text) {
   }
   const auto checked = [&](std::string_view part, const auto& units, double least, double most,
                            const char* what) {
-    const auto number = value_of(part, units);
+    const auto number = what == kRate ? value_of(bits(part), units) : value_of(part, units);
     if (number && *number >= least && *number <= most) return *number;
     throw BadInput(
         "--link {}: '{}' is not {}; write RATE[,DELAY][,then=RATE@TIME], such as "
         "100Mbit, 1Gbit,20ms or 1Gbit,then=100Mbit@20s",
         text, part, what);
   };
-  constexpr const char* kRate = "a rate from 100kbit to 1Tbit";
   EmulatedLink link{.bits_per_s = checked(parts[0], kRates, kMinRate, kMaxRate, kRate)};
   if (count > 1) {
     link.delay = std::chrono::nanoseconds(

@@ -59,6 +59,7 @@ constexpr EnvironmentVariable kOwn[] = {
     {"PYTHONPATH", "none",
      "Folders in which these programs find modules that Python has nowhere else. Python's other variables "
      "have no effect on them"},
+    {"COLUMNS", "the terminal's width, or 100", "Columns of --help, from 40 to 110"},
     {"GRADWIRE_BENCH_FLUSH_BYTES", "twice the last-level cache",
      "gradwire-bench: bytes written before timing with cold caches, and the size of large copies. Smaller "
      "values are faster, but leave caches warm"},

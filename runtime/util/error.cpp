@@ -40,6 +40,8 @@ void exit_cleanly_without_memory(const char* program) noexcept {
 std::string suggestion(std::string_view wrong, const std::vector<std::string_view>& names) {
   // The least number of insertions, deletions and replacements that turn `wrong` into the name.
   const auto distance = [&](std::string_view name) {
+    constexpr size_t kWord = 3;
+    if (wrong.size() >= kWord && name.find(wrong) != name.npos) return size_t{1};
     std::vector<size_t> row(name.size() + 1);
     std::iota(row.begin(), row.end(), size_t{0});
     for (size_t i = 1; i <= wrong.size(); ++i) {

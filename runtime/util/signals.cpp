@@ -73,6 +73,11 @@ int requested_end() {
   return requested;
 }
 
+bool reader_is_gone() {
+  pollfd out{.fd = STDOUT_FILENO, .events = 0, .revents = 0};
+  return poll(&out, 1, 0) == 1 && (out.revents & (POLLERR | POLLHUP)) != 0;
+}
+
 void end_by_signal(int number) {
   sigset_t signals;
   sigfillset(&signals);

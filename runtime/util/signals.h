@@ -32,6 +32,9 @@ class DeferredEnd {
 // Returns the latest deferred signal, or 0.
 int requested_end();
 
+// Returns whether standard output is a pipe, a socket or a terminal whose other end is closed.
+bool reader_is_gone();
+
 // Prints the text and ends the process as the signal does by default. Safe in signal handlers.
 [[noreturn]] void end_by_signal(int number);
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Tests bad input to `gradwire train` and `compare`: one line on stderr, exit code 2, and no new file."""
 import gzip
+import pathlib
 import struct
 
 from command import CommandTest, SYNTHETIC, main, synthetic
@@ -62,8 +63,35 @@ class BadInput(CommandTest):
         for spec, part in (("powersgd:rank=0", "rank='0'"), ("zip", "unknown method 'zip'"),
                            ("bf16:", "nothing after"), ("", "unknown method ''"),
                            ("fp32:rank=4", "no option 'rank'"), ("bf16:round=up", "nearest|stochastic"),
-                           ("powersgd:rank=4,rank=4", "given twice")):
+                           ("powersgd:rank=4,rank=4", "given twice"), ("int9", "did you mean 'int8'?"),
+                           ("fp16", "fp16 is not a wire format; bf16 sends as many bytes"),
+                           ("fp32,int8", "repeat --compression, once for each spec"),
+                           ("topk:ratio=0.01", "k=64,of=4096 is the ratio"),
+                           ("int4:blok=64", "did you mean 'block'?")):
             self.refuse(synthetic("--compression", spec), part)
+        error = self.run_command("train", "--compression", "int9").stderr
+        self.assertLess(len(error), 200)
+        self.assertIn("gradwire formats lists every spec", error)
+
+    def test_suggests_what_the_user_may_have_meant(self):
+        for words, meant in (("--model vit-tiny", "vit_tiny"), ("--data fashion_mnist", "fashion-mnist"),
+                             ("--data mnist", "fashion-mnist"), ("--optimizer adam", "adamw"),
+                             ("--device gpu", "cuda"), ("--device cpu", "host")):
+            self.refuse(words.split(), f"did you mean '{meant}'?")
+        self.assert_refused(self.run_command("trian", "--steps", 2), "'trian'; did you mean 'train'?")
+        self.assert_refused(self.run_command("compare", "--seed"), "see gradwire compare --help")
+        self.name = "gradwire-bench"
+        bench = pathlib.Path(self.program).with_name(self.name)
+        self.assert_refused(self.run_words(bench, "kernel"), "'kernel'; did you mean 'kernels'?")
+
+    def test_numbers_and_rates_as_people_write_them(self):
+        for steps, number in (("1e3", 1000), ("1k", 1000), ("1M", 1_000_000), ("2.5k", 2500)):
+            plan = self.succeed("train", *synthetic("--steps", steps, "--dry-run")).stdout
+            self.assertRegex(plan, rf'"?steps"?\W+{number}\b')
+        self.refuse(synthetic("--steps", "0.0001k"), "--steps: '0.0001k' is not a whole number")
+        for rate in ("1Gbps", "1G", "1Gb/s", "1Gbit/s", "1000Mbps"):
+            plan = self.succeed("train", *synthetic("--ranks", 2, "--link", rate, "--dry-run")).stdout
+            self.assertIn("Links: emulated, 1Gbit", plan)
 
     def test_wrong_flags(self):
         for words, parts in (
@@ -78,7 +106,8 @@ class BadInput(CommandTest):
             self.refuse(words, *parts)
 
     def test_invalid_links(self):
-        for link in ("0", "fast", "-1Gbit", "100", "0.1kbit", "9Tbit", "1Gbit,", "1Gbit,5", "1Gbit,60s"):
+        for link in ("0", "fast", "-1Gbit", "100", "0.1kbit", "9Tbit", "1Gbit,", "1GBps", "1G,5", "1Gbit,5",
+                     "1Gbit,60s"):
             self.refuse(synthetic("--ranks", "2", f"--link={link}"), f"--link {link}: ", "such as")
 
     def test_schedule_nccl_without_nccl(self):
@@ -88,13 +117,13 @@ class BadInput(CommandTest):
     def test_model_that_does_not_match_the_data(self):
         data = self.write_fashion_mnist()
         self.refuse(["--data", f"fashion-mnist:{data}", "--model", "vit_b_32"], "224x224", "28x28",
-                    "--image-size 28")
+                    "--image-size 28", "--data synthetic")
         self.refuse(synthetic("--patch", "5"), "--patch must be one of")
         self.refuse(synthetic("--heads", "3"), "--heads 3")
 
     def test_invalid_numbers(self):
         for flag, value in (("--ranks", "0"), ("--lr", "nan"), ("--bucket-mb", "0"), ("--bucket-mb", "many"),
-                            ("--batch-size", "1e3"), ("--seed", "-1"), ("--lr", "")):
+                            ("--batch-size", "1e-3"), ("--seed", "-1"), ("--lr", "")):
             self.refuse(synthetic(flag, value), flag)
 
     def test_unknown_flags_and_words(self):

@@ -11,9 +11,9 @@ import unittest
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
                       "PMI_RANK", "PMI_SIZE", "GRADWIRE_DATA", "GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE",
-                      "GRADWIRE_INSECURE", "GRADWIRE_PORTS", "GRADWIRE_INTERFACE")
+                      "GRADWIRE_INSECURE", "GRADWIRE_PORTS", "GRADWIRE_INTERFACE", "COLUMNS")
 SMALL = ["--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "--mlp", "32"]
-SYNTHETIC = ["--data", "synthetic:256", "--batch-size", "16", *SMALL]
+SYNTHETIC = ["--data", "synthetic:256", "--batch-size", "16", "--log-every", "1", *SMALL]
 
 
 def synthetic(*extra):

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Tests `gradwire doctor`, and --help and --version of every command."""
 import json
+import pathlib
+import re
 
 from command import CommandTest, main
 
@@ -35,6 +37,38 @@ class Doctor(CommandTest):
         for arguments in (["--help"], ["train", "--help"], ["compare", "--help"], ["--version"]):
             result = self.succeed(*arguments)
             self.assertIn("gradwire", result.stdout.lower())
+        for words, same in (("help plan", "plan --help"), ("help", "--help"), ("version", "--version")):
+            self.assertEqual(self.succeed(*words.split()).stdout, self.succeed(*same.split()).stdout)
+        alone = self.run_command()
+        self.assertEqual((alone.returncode, alone.stdout), (2, self.succeed("--help").stdout))
+
+    def test_help_fits_the_terminal_and_has_examples(self):
+        for program in ("gradwire", "gradwire-bench"):
+            path = pathlib.Path(self.program).with_name(program)
+            whole = self.run_words(path, "--help").stdout
+            listed = whole.partition("\nCommands:\n")[2].partition("\n\n")[0]
+            commands = re.findall(r"^  ([a-z]+) ", listed, re.M)
+            self.assertIn("formats", commands)
+            for command in ("", *commands):
+                pages = {}
+                for columns in (60, 100, 500):
+                    words = [path, *command.split(), "--help"]
+                    page = self.run_words(*words, env={"COLUMNS": str(columns)}).stdout
+                    for line in [text for text in page.splitlines() if len(text.split()) > 1]:
+                        self.assertLessEqual(len(line), min(columns, 110), (command, line))
+                    pages[columns] = re.sub(r"\s+", " ", page.replace(" \\\n", ""))
+                self.assertEqual(len(set(pages.values())), 1, "words are not cut")
+                self.assertNotRegex(page, r"INT|FLOAT|TEXT:| in \[", command)
+                examples = page.replace("\\\n", "").partition("Examples:\n")[2].strip().splitlines()
+                self.assertEqual(len(examples), 3 if program == "gradwire" or not command else 0, page)
+                self.assertEqual([line for line in examples if "gradwire" not in line], [])
+        for command in ("train", "compare", "plan"):
+            headings = re.findall(r"^([A-Z]\w+):$", self.succeed(command, "--help").stdout, re.M)
+            self.assertEqual(headings[:2], ["Options", "Compression"])
+
+    def test_a_link_without_a_second_rank_is_noted(self):
+        self.assertIn("Note: --link has no effect on a single rank",
+                      self.succeed("doctor", "--device", "host", "--link", "1Gbps").stdout)
 
 
 if __name__ == "__main__":

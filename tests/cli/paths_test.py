@@ -18,7 +18,7 @@ class Paths(CommandTest):
         """Returns the arguments of each command in the help: (name, type, about). A path without a flag is in
         capitals."""
         whole = self.run_words(program, "--help").stdout
-        commands = re.findall(r"^  ([a-z]+)\b", whole.partition("Subcommands:")[2], re.M)
+        commands = re.findall(r"^  ([a-z]+)\b", whole.partition("Commands:")[2].partition("\n\n")[0], re.M)
         return {command: re.findall(r"^  (?:-\w,)?(--\S+|[A-Z]+) ([^\s=]*)(.*(?:\n   .*)*)",
                                     self.run_words(program, command, "--help").stdout, re.M)
                 for command in commands}
@@ -36,7 +36,7 @@ class Paths(CommandTest):
                             self.assertNotRegex(about, r"(?i)\b(file|folder|path)\b", (command, name))
                         continue
                     tried.add(name)
-                    required = {other: "2" for other, _, more in arguments if "REQUIRED" in more}
+                    required = {other: "2" for other, _, more in arguments if "(required" in more}
                     for bad in ("~/here", "s3://b/run", "-")[:2 if name in results else 3]:
                         given = {**required, name: prefixes.get(kind, "") + bad}
                         words = [f"{key}={value}" if key[0] == "-" else value for key, value in given.items()]
@@ -95,6 +95,7 @@ class Paths(CommandTest):
         for size in ("-1", "-5G", "-0.5", "+1", "", "1X", "G", "0x10", "1e9"):
             self.assert_refused(self.run_command("train", *synthetic("--steps", 1), f"--memory-limit={size}"),
                                 "--memory-limit")
+        self.assert_refused(self.run_command("train", "--memory-limit=8GBs"), "'8GBs' is not a size; write")
         for size in ("1000000000", "8G", "8 GiB", "500m"):
             self.succeed("train", *synthetic("--steps", 1), "--dry-run",
                          f"--memory-limit={size}")
@@ -107,7 +108,7 @@ class Paths(CommandTest):
         plan, end = (self.run_command(*run, *extra).stdout for extra in (("--dry-run", ), ()))
         planned = sum(
             bytes_in(next(line for line in plan.splitlines() if line.startswith("Memory per rank"))))
-        peak, = bytes_in(next(line for line in end.splitlines() if line.startswith("Memory:")))
+        peak, = bytes_in(next(line for line in end.splitlines() if line.startswith("  memory")))
         self.assertLess(abs(planned - peak), 0.05 * peak, (plan, end))
 
 

@@ -26,6 +26,13 @@ class Plan(CommandTest):
             for word in ("nccl", "bf16", "ring", "speed", "Fastest"):
                 self.assertIn(word, result.stdout)
 
+    def test_takes_the_names_of_the_cluster_files(self):
+        plans = {self.plan(cluster, "--ranks", 16, "--compression", "bf16").stdout
+                 for cluster in ("h100-ib", "h100-ib.json", CLUSTERS / "h100-ib.json")}
+        self.assertEqual(len(plans), 1)
+        names = ", ".join(sorted(path.stem for path in CLUSTERS.glob("*.json")))
+        self.assert_refused(self.plan("h100ib", "--ranks", 16), "did you mean 'h100-ib'?", names)
+
     def test_json_has_every_spec_and_schedule(self):
         result = self.plan(self.write(), "--ranks", 16, "--json", "plan.json")
         self.assertEqual(result.returncode, 0, result.stderr)

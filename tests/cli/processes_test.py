@@ -9,7 +9,7 @@ import subprocess
 import sys
 import unittest
 
-from command import CommandTest, SMALL, SYNTHETIC, as_user, main
+from command import CommandTest, SMALL, SYNTHETIC, as_user, main, synthetic
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "integrations"))
 from launch import free_port  # noqa: E402
@@ -205,9 +205,9 @@ class Processes(CommandTest):
 
     def test_elastic_continues_without_rank_0(self):
         """Kills rank 0. Another rank prints, logs, saves and writes the summary."""
-        processes = self.start(3, "train", *SYNTHETIC, "--steps", 400, "--log", "run.jsonl", "--log-every",
-                               100, "--checkpoint", "saved", "--checkpoint-every", 50, "--compression",
-                               "powersgd:rank=2", "--elastic", "2:3", "--timeout-s", 30)
+        processes = self.start(3, "train", *synthetic("--log-every", 100, "--steps", 400), "--log",
+                               "run.jsonl", "--checkpoint", "saved", "--checkpoint-every", 50,
+                               "--compression", "powersgd:rank=2", "--elastic", "2:3", "--timeout-s", 30)
         self.kill(processes, 0, step=100)
         ends = self.ends(processes[1:])
         self.assertEqual(ends[1], ("", ""), "only rank 0 prints")
@@ -225,7 +225,7 @@ class Processes(CommandTest):
 
     def test_elastic_admits_a_new_rank(self):
         flags = [
-            "train", *SYNTHETIC, "--steps", 1500, "--log", "run.jsonl", "--log-every", 100, "--checkpoint",
+            "train", *synthetic("--log-every", 100), "--steps", 1500, "--log", "run.jsonl", "--checkpoint",
             "saved", "--checkpoint-every", 500, "--compression", "powersgd:rank=2", "--elastic", "1:2",
             "--timeout-s", 30]
         processes = self.start(2, *flags)

@@ -36,6 +36,20 @@ class Train(CommandTest):
         self.assertEqual(records[-1]["test_accuracy"], records[-2]["test_accuracy"])
         self.assertEqual(sum(line.startswith("step ") for line in out.splitlines()), 16)
 
+    def test_without_a_flag_lines_are_seconds_apart(self):
+        flags = synthetic("--steps", 40, "--ranks", 2)
+        at = flags.index("--log-every")
+        flags[at:at + 2] = []
+        out = self.succeed("train", *flags).stdout
+        lines = [line for line in out.splitlines() if line.startswith("step ")]
+        self.assertEqual([line.split()[1] for line in (lines[0], lines[-1])], ["1/40", "40/40"])
+        self.assertLess(len(lines), 20)
+        summary = out.partition(" steps in ")[2].splitlines()[1:]
+        self.assertEqual([line.split("  ")[1] for line in summary], [
+            "accuracy", "step", "of a step", "in parallel", "sent", "waiting", "memory"])
+        self.assertLessEqual(max(map(len, summary)), 150)
+        self.assertNotIn("1.00x", "".join(summary))  # FP32 sends as much as FP32
+
     def test_formats_page_lists_every_field_of_the_log(self):
         self.train("--ranks", 2, "--optimizer", "sgd", "--gelu", "tanh", "--link", "1Gbit", "--checkpoint",
                    "saved", "--compression", "auto:allow=bf16+int8", "--log", "run.jsonl")

@@ -1,10 +1,12 @@
 #include "trainer/cli/session.h"
 
+#include <fmt/ranges.h>
 #include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cmath>
@@ -15,6 +17,8 @@
 #include <optional>
 #include <thread>
 
+#include "collectives/spec/spec.h"
+#include "kernels/wire/format.h"
 #include "runtime/threads/child_process.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/environment.h"
@@ -26,9 +30,47 @@
 
 namespace gradwire {
 
+namespace {
+
+namespace fs = std::filesystem;
+
+// Returns a file or folder that is in share/gradwire of a bundle or an installation, and in trainer/ of the
+// sources next to a build folder.
+fs::path data_path(const std::string& installed, const std::string& source) {
+  std::error_code no_proc;
+  fs::path program = fs::read_symlink("/proc/self/exe", no_proc);
+  if (no_proc) program = fs::canonical(reinterpret_cast<const char*>(getauxval(AT_EXECFN)));
+  const fs::path here = program.parent_path();
+  for (const fs::path& path : {here / "../share/gradwire" / installed, here / "../../trainer" / source}) {
+    if (fs::exists(path)) return path.lexically_normal();
+  }
+  throw Error(
+      "{} was not found, because gradwire is in {}; start gradwire from build/bin of its "
+      "sources, or from bin of a bundle",
+      installed, here.string());
+}
+
+// Returns the file of --cluster: `text`, or the description of that name which comes with the program.
+std::string cluster_file(const std::string& text) {
+  std::error_code ignored;
+  if (fs::exists(text, ignored) || fs::path(text).has_parent_path()) return text;
+  const fs::path folder = data_path("clusters", "plan/clusters");
+  std::vector<std::string> names;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
+    if (entry.path().extension() != ".json") continue;
+    names.push_back(entry.path().stem().string());
+    if (names.back() == text || names.back() + ".json" == text) return entry.path().string();
+  }
+  std::ranges::sort(names);
+  throw BadInput("--cluster {}: no such file, and no cluster has this name{}; the clusters are {}", text,
+                 suggestion(text, {names.begin(), names.end()}), fmt::join(names, ", "));
+}
+
+}  // namespace
+
 void plan(const RunOptions& options) {
   OutputFile file(options.json);
-  PlanRequest request{.cluster = read_cluster(options.cluster),
+  PlanRequest request{.cluster = read_cluster(cluster_file(options.cluster)),
                       .ranks = options.rank_count,
                       .model = named_model(options.model.name),
                       .batch_size = options.batch_size,
@@ -38,6 +80,32 @@ void plan(const RunOptions& options) {
   const Plan made = make_plan(request);
   std::fputs(plan_text(request, made).c_str(), stdout);
   file.write(plan_json(request, made));
+}
+
+void formats() {
+  std::string text;
+  const auto row = [&](const std::string& spec, const std::string& bytes, const std::string& less,
+                       const std::string& error, const std::string& what) {
+    text +=
+        fmt::format("{:<15} {:>11} {:>7} {:>8}  {}\n", spec, bytes, less, error, wrapped(what, 108, 46, 46));
+  };
+  row("spec", "bytes/value", "smaller", "error", "what is sent; options and their defaults");
+  for (Wire wire : wire_formats()) {
+    std::string what = wire->summary;
+    const auto variant = wire->copy();
+    for (const FormatOption& option : variant != nullptr ? variant->choices() : std::vector<FormatOption>())
+      what += fmt::format("; {}={} ({})", option.key, option.text(),
+                          option.words.empty() ? fmt::format("{}..{}", option.least, option.most)
+                                               : fmt::to_string(fmt::join(option.words, "|")));
+    const double bytes = wire->bytes_per_value();
+    row(wire->name, fmt::format("{:.4g}", bytes), fmt::format("{:.3g}x", sizeof(float) / bytes),
+        wire->exact ? "0" : fmt::format("{:.2g}", wire->gaussian_error), what);
+  }
+  row("powersgd:rank=R", "-", "-", "-", "4 R (rows + columns) bytes of each matrix");
+  row("randk:ratio=X", "4 X", "1/X", "1 - X", "a share X of the values, the same ones on every rank");
+  row("dion:rank=R", "-", "-", "-", "an optimizer that sends factors: --optimizer dion:rank=R");
+  text += "\nError: expected square of what one encode loses of normal values, over their square.\n\n";
+  say(text + wrapped("A spec is " + CompressionSpec::grammar(), 108, 0, 2));
 }
 
 namespace {
@@ -121,25 +189,6 @@ void top(const FileOptions& options) {
 
 namespace {
 
-namespace fs = std::filesystem;
-
-// Returns the path of a program of trainer/report relative to the executable, which is in a bundle, an
-// installation or a build folder.
-std::string path_of_program(const char* name) {
-  std::error_code no_proc;
-  fs::path program = fs::read_symlink("/proc/self/exe", no_proc);
-  if (no_proc) program = fs::canonical(reinterpret_cast<const char*>(getauxval(AT_EXECFN)));
-  const fs::path here = program.parent_path();
-  for (const char* folder : {"../share/gradwire/report", "../../trainer/report"}) {
-    const fs::path path = here / folder / name;
-    if (fs::exists(path)) return path.lexically_normal().string();
-  }
-  throw Error(
-      "{} was not found, because gradwire is in {}; start gradwire from build/bin of its "
-      "sources, or from bin of a bundle",
-      name, here.string());
-}
-
 // Runs a program of trainer/report to its end, with GRADWIRE_PYTHON or the system's Python. Debian's Python
 // has Debian's packages, but may not be the first on PATH. Python uses UTF-8 in any locale, and ignores its
 // variables, which could keep it from starting or replace its modules; the programs append the folders of
@@ -151,8 +200,8 @@ std::pair<int, std::string> run_program(const char* name, const std::vector<std:
   if (!output) throw_refused("a file in memory", errno);
   const char* given = path_in_environment("GRADWIRE_PYTHON");
   const char* system = access("/usr/bin/python3", X_OK) == 0 ? "/usr/bin/python3" : "python3";
-  std::vector<std::string> words{
-      given != nullptr ? given : system, "-E", "-B", "-X", "utf8", path_of_program(name)};
+  const std::string program = (data_path("report", "report") / name).string();
+  std::vector<std::string> words{given != nullptr ? given : system, "-E", "-B", "-X", "utf8", program};
   words.insert(words.end(), arguments.begin(), arguments.end());
   std::optional<ChildProcess> child;
   try {

@@ -226,7 +226,8 @@ std::vector<std::string> compared_specs(const RunOptions& options) {
   }
   if (all.empty()) {
     throw BadInput(
-        "compare needs --compression SPEC, once for each run, or --compression {}; see gradwire --help",
+        "compare needs --compression SPEC, once for each run, or --compression {}; see gradwire compare "
+        "--help",
         kShelf);
   }
   return all;

@@ -246,7 +246,8 @@ void doctor(RunOptions options) {
       cuda_device_count() > 1) {
     options.rank_count = cuda_device_count();
   }
-  const TrainConfig config = resolve_machine(options).config;
+  const Resolved resolved = resolve_machine(options);
+  const TrainConfig& config = resolved.config;
   auto say = [&](const std::string& text) {
     if (!leads) return;
     std::fputs(text.c_str(), stdout);
@@ -258,6 +259,7 @@ void doctor(RunOptions options) {
     const Machine machine = look_around();
     say(connections_text(machine));
     if (!refused.empty()) throw BadInput(refused);
+    for (const std::string& note : resolved.notes) say("\n" + note + "\n");
     json = machine_json(machine);
   }
   const Device device = config.devices.front();

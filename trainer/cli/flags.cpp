@@ -5,26 +5,150 @@
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <optional>
 #include <regex>
+#include <sstream>
 
+#include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"
+#include "trainer/log/console.h"
 #include "trainer/train/weight_shards.h"
 
 namespace gradwire {
+
+std::string wrapped(const std::string& text, size_t width, size_t used, size_t indent, const char* end) {
+  std::string out;
+  std::istringstream words(text);
+  for (std::string word; words >> word;) {
+    const bool fits = used + 1 + word.size() + std::string_view(end).size() <= width;
+    const bool first = out.empty();
+    out += first ? "" : fits ? " " : fmt::format("{}\n{:{}}", end, "", indent);
+    used = (first || fits ? used + (first ? 0 : 1) : indent) + word.size();
+    out += word;
+  }
+  return out;
+}
+
 namespace {
 
+// Splits a type of CLI11 with its validator, such as "UINT:INT in [1 - 64]", into our words: "N", "1 to 64".
+std::pair<std::string, std::string> type_and_range(const std::string& text) {
+  static const std::regex kChecked(
+      R"((.*?):(?:from (.*)|\{(.*)\}|\w+ in \[(.*) - (.*)\]|(POSITIVE)|NONNEGATIVE))");
+  const auto size = [](const std::string& number) {
+    const auto bytes = parse_number<uint64_t>(number, 1);
+    return bytes && *bytes % (1 << 30) == 0 ? fmt::format("{}G", *bytes >> 30) : number;
+  };
+  std::string type = text, range;
+  if (std::smatch m; std::regex_match(text, m, kChecked)) {
+    type = m[1];
+    range = m[2].matched   ? m[2].str()
+            : m[3].matched ? std::regex_replace(m[3].str(), std::regex(","), ", ")
+            : m[4].matched ? size(m[4]) + " to " + size(m[5])
+            : m[6].matched ? "more than 0"
+                           : "at least 0";
+  }
+  if (type == "UINT" || type == "INT") type = "N";
+  return {type == "FLOAT" ? "NUMBER" : type, range};
+}
+
+class HelpFormatter final : public CLI::Formatter {
+ public:
+  std::string make_help(const CLI::App* app, std::string name, CLI::AppFormatMode mode) const override {
+    return CLI::detail::find_and_replace(Formatter::make_help(app, std::move(name), mode), "\n\n\n", "\n\n");
+  }
+  std::string make_description(const CLI::App* app) const override {
+    return wrapped(app->get_description(), width_, 0, 0) + "\n\n";
+  }
+  std::string make_subcommand(const CLI::App* command) const override {
+    return row(command->get_name(), command->get_description(), 12);
+  }
+  // Writes each line of the examples as a command, which stays one if a shell gets it.
+  std::string make_footer(const CLI::App* app) const override {
+    const CLI::App* parent = app->get_parent();  // whose footer is the default
+    const bool own =
+        !app->get_footer().empty() && (parent == nullptr || app->get_footer() != parent->get_footer());
+    if (!own) return "";
+    std::string text = "Examples:\n";
+    for (const std::string& line : CLI::detail::split(app->get_footer(), '\n'))
+      if (!line.empty()) text += "  " + wrapped(line, width_, 2, 6, " \\") + "\n";
+    return text;
+  }
+  std::string make_option(const CLI::Option* option, bool positional) const override {
+    const auto [type, range] = type_and_range(option->get_type_name());
+    std::string name = make_option_name(option, positional);
+    if (!positional && option->get_type_size() != 0 && !type.empty()) name += " " + type;
+    return row(name, about(option, range), 26);
+  }
+
+ private:
+  // Returns an option's text with its facts: range, default, options that it needs or excludes.
+  static std::string about(const CLI::Option* option, const std::string& range) {
+    std::string text = option->get_description();
+    std::vector<std::string> facts;
+    if (option->get_required()) facts.emplace_back("required");
+    // A text may explain each word of a choice.
+    const bool listed = text.find(range.substr(0, range.find(','))) != text.npos;
+    if (!listed) facts.push_back(range);
+    if (!option->get_default_str().empty() && text.find("(default") == text.npos)
+      facts.push_back("default: " + option->get_default_str());
+    for (const auto& [what, others] :
+         {std::pair{"needs", option->get_needs()}, {"not with", option->get_excludes()}}) {
+      std::vector<std::string> names;
+      for (const CLI::Option* other : others) names.push_back(other->get_name());
+      std::ranges::sort(names);
+      if (!names.empty()) facts.push_back(fmt::format("{} {}", what, fmt::join(names, ", ")));
+    }
+    if (facts.empty()) return text;
+    // The text may end with its own "(default: ...)".
+    const size_t open = text.rfind(" (default");
+    const bool joins = open != text.npos && text.find(')', open) == text.size() - 1;
+    if (joins) text.pop_back();
+    return fmt::format("{}{}{})", text, joins ? "; " : " (", fmt::join(facts, "; "));
+  }
+  std::string row(const std::string& name, const std::string& text, size_t column) const {
+    constexpr size_t kNarrow = 80;
+    if (width_ < kNarrow) column = 8;
+    std::string line = "  " + name;
+    const bool below = line.size() + 2 > column;
+    line += below ? fmt::format("\n{:{}}", "", column) : std::string(column - line.size(), ' ');
+    return line + wrapped(text, width_, column, column) + "\n";
+  }
+
+  static size_t columns() {
+    constexpr int kLeast = 40, kUsual = 100, kMost = 110;
+    const char* given = environment("COLUMNS");
+    const auto number = parse_number<int>(given != nullptr ? given : "", 1);
+    return static_cast<size_t>(
+        std::clamp(number ? *number : terminal_columns(stdout, kUsual), kLeast, kMost));
+  }
+  const size_t width_ = columns();
+};
+
 // Parses a number strictly. CLI11's parser reads "" as 0 and 010 as octal, and wraps -1 to an unsigned
-// number.
+// number. A whole number may be written as 1e3, 1k or 2.5M if its value is exact.
+template <typename T>
+std::optional<T> parse_value(std::string_view text, T least, T most) {
+  const auto plain = parse_number(text, least, most);
+  if (plain || std::is_floating_point_v<T>) return plain;
+  const double unit = text.ends_with('k') ? 1e3 : text.ends_with('M') ? 1e6 : 1;
+  if (unit > 1) text.remove_suffix(1);
+  constexpr double kExact = 1e15;
+  const double value = parse_number(text, 0.0, kExact).value_or(-1) * unit;
+  if (value < 0 || value > kExact || value != std::floor(value)) return {};
+  return parse_number(fmt::format("{:.0f}", value), least, most);
+}
+
 template <typename T>
 CLI::Validator number_within(T least, T most) {
   const std::string range = fmt::format(" from {} to {}", least, most);
   const char* kind = std::is_floating_point_v<T> ? "a number" : "a whole number";
   return CLI::Validator(
       [=](std::string& text) {
-        return parse_number(text, least, most) ? "" : fmt::format("'{}' is not {}{}", text, kind, range);
+        return parse_value(text, least, most) ? "" : fmt::format("'{}' is not {}{}", text, kind, range);
       },
       range.substr(1));
 }
@@ -33,7 +157,7 @@ CLI::Validator number_within(T least, T most) {
 template <typename T, typename Target>
 CLI::Option* add_number(CLI::App& command, const char* flag, Target& target, const std::string& about,
                         T least, T most) {
-  auto set = [&target](const std::string& text) { target = *parse_number<T>(text); };
+  auto set = [=, &target](const std::string& text) { target = *parse_value(text, least, most); };
   CLI::Option* option = command.add_option_function<std::string>(flag, set, about)
                             ->type_name(std::is_floating_point_v<T> ? "NUMBER" : "N")
                             ->check(number_within(least, most));
@@ -124,13 +248,6 @@ void add_flag(CLI::App& command, const Setting& row, T& target) {
   }
 }
 
-// Shown by --help, and by train without flags.
-constexpr const char* kTrainExamples =
-    "Examples:\n"
-    "  gradwire train --model vit_tiny --data fashion-mnist --ranks 4 --compression powersgd:rank=4\n"
-    "  gradwire train --data synthetic --steps 100 --ranks 2 --compression int8 --log run.jsonl\n"
-    "  gradwire train --checkpoint run --resume run    # the same command continues after an interruption";
-
 // Pairs of flags: the first needs the second, or excludes it. A graph's steps run without the host, so the
 // host cannot copy each gradient before communication.
 constexpr std::pair<const char*, const char*> kNeeds[] = {{"--members", "--elastic"},
@@ -144,8 +261,13 @@ constexpr std::pair<const char*, const char*> kNeeds[] = {{"--members", "--elast
 
 }  // namespace
 
+std::shared_ptr<CLI::FormatterBase> help_formatter() {
+  auto formatter = std::make_shared<HelpFormatter>();
+  formatter->label("SUBCOMMAND", "COMMAND");
+  return formatter;
+}
+
 void add_run_flags(CLI::App& command, int which, RunOptions& o) {
-  if (which == Setting::kTrain) command.footer(kTrainExamples);
   for (const Setting& row : settings()) {
     if ((row.commands & which) == 0) continue;
     command.option_defaults()->group(row.group);
@@ -171,7 +293,8 @@ void add_run_flags(CLI::App& command, int which, RunOptions& o) {
   if (named("--optimizer") == nullptr) return;
   const auto check = [](const std::string& text) -> std::string {
     if (text == "sgd" || text == "adamw" || is_matrix_optimizer(text)) return {};
-    return fmt::format("'{}' is not one of sgd, adamw, {}", text, kMatrixOptimizers);
+    return fmt::format("'{}' is not one of sgd, adamw, {}{}", text, kMatrixOptimizers,
+                       suggestion(text, {"sgd", "adamw", "dion:rank=64", "muon"}));
   };
   named("--optimizer")->check(CLI::Validator(check, "{sgd,adamw,dion:rank=64,muon}"));
 }
@@ -179,6 +302,10 @@ void add_run_flags(CLI::App& command, int which, RunOptions& o) {
 void add_file_commands(CLI::App& app, FileOptions& o) {
   CLI::App* top_command = app.add_subcommand(
       "top", "Follow a run by its log (train --log): progress, and which rank is the straggler");
+  top_command->footer(
+      "gradwire top run.jsonl\n"
+      "gradwire top run.jsonl --prometheus > /var/lib/prometheus/node-exporter/gradwire.prom\n"
+      "gradwire top run.jsonl | head -2");
   top_command->add_option("RUN", o.log, "The run's log")->required();
   top_command->add_flag(
       "--prometheus", o.prometheus,
@@ -191,13 +318,26 @@ void add_file_commands(CLI::App& app, FileOptions& o) {
                    "gradwire-bench --json")
       ->type_name("")
       ->required();
+  report_command->footer(
+      "gradwire report run.jsonl\n"
+      "gradwire report result.json -o comparison.html\n"
+      "gradwire report fp32.jsonl int8.jsonl kernels.json");
   add_text(*report_command, "-o,--output", o.page, "FILE", "The page, one file that needs no network");
   CLI::App* export_command =
       app.add_subcommand("export", "Convert run logs for another program (--tensorboard)");
+  export_command->footer(
+      "gradwire export run.jsonl --tensorboard events\n"
+      "gradwire export result.0.jsonl result.1.jsonl --tensorboard events\n"
+      "gradwire export *.jsonl --tensorboard /tmp/events");
   export_command->add_option("LOG", o.files, "Logs of train --log")->type_name("")->required();
   add_text(*export_command, "--tensorboard", o.tensorboard, "DIR",
            "Write TensorBoard's event files into DIR, a folder for each log")
       ->required();
+  app.add_subcommand("formats", "List every compression spec: bytes, error and options")
+      ->footer(
+          "gradwire formats\n"
+          "gradwire train --data synthetic --steps 100 --ranks 2 --compression int4:block=64\n"
+          "gradwire-bench formats --spec int4:block=64 --stop 50ms");
 }
 
 namespace {
@@ -298,7 +438,11 @@ std::string message_text(const CLI::App& app, const CLI::ParseError& error) {
   if (is("A subcommand is required")) {
     std::vector<std::string> names;
     for (const CLI::App* command : app.get_subcommands({})) names.push_back(command->get_name());
-    return fmt::format("name a command: {}", fmt::join(names, ", "));
+    const std::vector<std::string> words = app.remaining(true);
+    const auto word = std::ranges::find_if(words, [](const std::string& text) { return text[0] != '-'; });
+    if (word == words.end()) return fmt::format("name a command: {}", fmt::join(names, ", "));
+    return fmt::format("unknown command '{}'{}; use {}", *word,
+                       suggestion(*word, {names.begin(), names.end()}), fmt::join(names, ", "));
   }
   if (is("(\\S+): At Most 1 required but received (\\d+)")) {
     return fmt::format("{} is given {} times; give it once", found.str(1), found.str(2));
@@ -307,8 +451,10 @@ std::string message_text(const CLI::App& app, const CLI::ParseError& error) {
     return fmt::format("{} needs a value: {} {}", found.str(1), found.str(2), found.str(3));
   }
   if (is("(\\S+): (.*) not in \\{([^{}]*)\\}")) {
-    return fmt::format("{}: '{}' is not one of {}", found.str(1), found.str(2),
-                       std::regex_replace(found.str(3), std::regex(","), ", "));
+    const std::vector<std::string> all = CLI::detail::split(found.str(3), ',');
+    std::string other = found.str(2) == "gpu" ? "cuda" : found.str(2) == "cpu" ? "host" : found.str(2);
+    return fmt::format("{}: '{}' is not one of {}{}", found.str(1), found.str(2), fmt::join(all, ", "),
+                       suggestion(other, {all.begin(), all.end()}));
   }
   if (is("Could not convert: (\\S+) = (.*)")) {
     return fmt::format("{}: '{}' is not a value of this flag", found.str(1), found.str(2));

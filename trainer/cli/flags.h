@@ -47,9 +47,16 @@ struct FileOptions {
               tensorboard;  // the output of report, and the folder of export's event files
 };
 
+// Returns the formatter of --help: wrapped at words to the terminal's width, at most 110 columns, with ranges
+// and defaults behind each flag's text. A command's footer has an example in each line.
+std::shared_ptr<CLI::FormatterBase> help_formatter();
 // Adds the flags of Setting::kTrain, kCompare, kDoctor or kPlan.
 void add_run_flags(CLI::App& command, int which, RunOptions& options);
-// Adds top, report and export.
+// Wraps a text at blanks to at most `width` columns, of which the first line has used `used`. Further lines
+// begin with `indent` blanks; `end` ends all lines but the last.
+std::string wrapped(const std::string& text, size_t width, size_t used, size_t indent, const char* end = "");
+
+// Adds top, report, export and formats.
 void add_file_commands(CLI::App& app, FileOptions& options);
 
 // Returns the message of an error of app.parse(): the flag or word that is wrong, and the remedy.
@@ -64,6 +71,7 @@ inline void check_paths(CLI::App& app) {
   constexpr std::array<std::string_view, 6> kResults{"--json", "--csv",   "--markdown",
                                                      "--log",  "--trace", "--output"};
   for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; })) {
+    command->group("Commands");
     command->parse_complete_callback([=] {
       std::vector<NamedFile> files;
       for (const CLI::Option* option : command->get_options([](const CLI::Option*) { return true; })) {
@@ -92,11 +100,16 @@ inline void check_paths(CLI::App& app) {
 inline CLI::Validator size_value(bool kb_is_1000) {
   const CLI::AsSizeValue units(kb_is_1000);
   return CLI::Validator(
-      [units](std::string& text) {
+      [=](std::string& text) {
         const std::string given = text;
-        const bool number = !text.empty() && text[0] >= '0' && text[0] <= '9';
-        if (number && units(text).empty()) return std::string();
-        return "'" + given + "' is not a size: write bytes, or a number with a unit, such as 500M or 8GiB";
+        try {
+          const bool number = !text.empty() && text[0] >= '0' && text[0] <= '9';
+          if (number && units(text).empty()) return std::string();
+        } catch (const CLI::ValidationError&) {  // an unknown unit
+        }
+        return "'" + given + "' is not a size; write bytes, or a number with a unit, such as 500M or 8GiB: " +
+               (kb_is_1000 ? "k, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024"
+                           : "K, M, G and T are powers of 1024");
       },
       "");
 }

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <fstream>
@@ -167,10 +168,8 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
       summarizer.summary(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   if (!summary.predicted) summary.predicted = output.predicted;
   if (log) log->write_summary(summary);
-  say(summary_line(summary));
-  say(shares_text(summary));
+  say(summary_text(summary));
   if (summary.predicted) say(prediction_text(summary));
-  say(fmt::format("Memory: {} per rank at most", human_bytes(static_cast<double>(summary.memory_bytes))));
   // Threads of one process share its cores, so no rank is slower than another.
   const std::string straggler = config.processes ? straggler_text(summary) : "";
   if (!straggler.empty()) say(straggler);
@@ -257,7 +256,7 @@ std::string compare_interruption(const RunOptions& options, bool logged, size_t 
 
 namespace {
 
-constexpr int kDone = 0, kFailed = 1, kBadInput = 2, kDiverged = 3;
+constexpr int kDone = 0, kFailed = 1, kBadInput = 2, kDiverged = 3, kNoReader = 128 + SIGPIPE;
 
 // Prints an error as one line.
 int report(const char* text, int code) {
@@ -328,46 +327,76 @@ void detect_launch(RunOptions& options) {
   }
 }
 
+constexpr const char* kTrainExamples =
+    "  gradwire train --model vit_tiny --data fashion-mnist --ranks 4 --compression powersgd:rank=4\n"
+    "  gradwire train --data synthetic --steps 100 --ranks 2 --compression int8 --log run.jsonl\n"
+    "  gradwire train --checkpoint run --resume run  # continues after an interruption";
+
 int parse_and_run(int argc, char** argv) {
   CLI::App app{
-      "Trains vision transformers with compressed gradients, and shows what the compression cost and saved.",
+      "Trains vision transformers with compressed gradients, and shows what the compression cost and saved. "
+      "Ranks exchange gradients in the format of --compression, such as int8 or powersgd:rank=4, and error "
+      "feedback adds what a step loses to the next one; gradwire formats lists every spec.",
       "gradwire"};
   app.set_version_flag("--version", "gradwire " GRADWIRE_VERSION);
   app.require_subcommand(1);
+  app.formatter(help_formatter());
+  app.footer(
+      "gradwire train --data synthetic --steps 100 --ranks 2 --compression int8\n"
+      "gradwire compare --ranks 4 --steps 200 --compression fp32 --compression int8\n"
+      "gradwire doctor --ranks 4 --link 1Gbit");
 
   RunOptions options, doctor_options = doctor_defaults(), plan_options = doctor_defaults();
   CLI::App* train_command = app.add_subcommand("train", "Train a model");
+  train_command->footer(kTrainExamples);
   add_run_flags(*train_command, Setting::kTrain, options);
   CLI::App* compare_command = app.add_subcommand(
       "compare", "Train once per --compression and seed, everything else the same, and print one table");
+  compare_command->footer(
+      "gradwire compare --ranks 4 --steps 200 --compression fp32 --compression int8\n"
+      "gradwire compare --ranks 4 --link 1Gbit --compression shelf --json result.json\n"
+      "gradwire compare --ranks 4 --seeds 3 --compression fp32 --compression powersgd:rank=4 "
+      "--target-accuracy 84");
   add_run_flags(*compare_command, Setting::kCompare, options);
   CLI::App* doctor_command = app.add_subcommand("doctor",
                                                 "Show devices, versions, and disabled features with the "
                                                 "reason; with several ranks, measure their links and "
                                                 "recommend a compression for --model");
+  doctor_command->footer(
+      "gradwire doctor\n"
+      "gradwire doctor --ranks 4 --link 1Gbit,1ms --model vit_b_16\n"
+      "torchrun --nnodes 2 --nproc-per-node 8 --no-python gradwire doctor --json doctor.json");
   add_run_flags(*doctor_command, Setting::kDoctor, doctor_options);
   CLI::App* plan_command = app.add_subcommand(
       "plan", "Predict training steps on a cluster from its description, for each compression and schedule");
+  plan_command->footer(
+      "gradwire plan --cluster h100-ib --ranks 64\n"
+      "gradwire plan --cluster l40s-ethernet --ranks 16 --model vit_l_16 --compression int8 --compression "
+      "powersgd:rank=4\n"
+      "gradwire plan --cluster my-cluster.json --ranks 32 --bucket-mb 25 --bucket-mb 100 --json plan.json");
   add_run_flags(*plan_command, Setting::kPlan, plan_options);
   FileOptions file_options;
   add_file_commands(app, file_options);
   check_paths(app);
 
-  const std::string first = argc > 1 ? argv[1] : "";
-  const auto named = app.get_subcommands([&](CLI::App* command) { return command->get_name() == first; });
-  if (!first.empty() && first[0] != '-' && named.empty()) {
-    throw BadInput("unknown command '" + first +
-                   "'; use train, compare, doctor, plan, top, report or export");
+  // CLI11 takes the words in reverse order.
+  std::vector<std::string> words(std::reverse_iterator(argv + argc), std::reverse_iterator(argv + 1));
+  if (!words.empty() && words.back() == "help") {
+    words.pop_back();
+    words.insert(words.begin(), "--help");
+  } else if (words == std::vector<std::string>{"version"}) {
+    words = {"--version"};
   }
+  if (words.empty()) std::fputs(app.help().c_str(), stdout);
   // A train without flags is probably a question, and training takes minutes. A script whose flags got lost
   // must not look like success.
-  if (argc == 2 && first == "train") {
+  if (words == std::vector<std::string>{"train"}) {
     report("train needs a flag, such as --model; gradwire train --help lists all", kBadInput);
-    std::fprintf(stderr, "%s\n", train_command->get_footer().c_str());
+    std::fprintf(stderr, "Examples:\n%s\n", kTrainExamples);
     return kBadInput;
   }
   try {
-    app.parse(argc, argv);
+    app.parse(std::move(words));
   } catch (const CLI::Success& success) {
     return app.exit(success);  // --help, --version
   } catch (const CLI::ParseError& error) {
@@ -379,6 +408,8 @@ int parse_and_run(int argc, char** argv) {
     plan(plan_options);
   } else if (app.got_subcommand("top")) {
     top(file_options);
+  } else if (app.got_subcommand("formats")) {
+    formats();
   } else if (doctor_command->parsed()) {
     doctor(doctor_options);
   } else {
@@ -399,10 +430,8 @@ int cli_main(int argc, char** argv) {
     const int code = done != kBadInput && any_output_lost() ? kFailed : done;
     // Flushing stdout detects a full disk at the latest. Incomplete output must not look like success.
     if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
-    return report(
-        "standard output could not be written: its disk is full, or its reader is gone; all other work is "
-        "done",
-        kFailed);
+    if (reader_is_gone()) return code == kDone ? kNoReader : code;  // | head
+    return report("standard output could not be written: is its disk full? All other work is done", kFailed);
   } catch (const BadInput& error) {
     return report(error.what(), kBadInput);
   } catch (const std::exception& error) {

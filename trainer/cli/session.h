@@ -25,7 +25,7 @@ void say_plan(const TrainConfig& config);
 
 struct RunOutput {
   std::string log = {};             // file name; "" for no log
-  int64_t log_every = 1;            // steps between log lines when output is not a terminal
+  int64_t log_every = 0;            // steps between log lines when output is not a terminal; 0: by time
   std::string label = {};           // text before the progress bar on a terminal
   RunObserver* observer = nullptr;  // also receives the records; may be null
   // --compression auto: the record of the choice, for the log, and the prediction.
@@ -71,7 +71,10 @@ void top(const FileOptions& options);
 int write_report(const FileOptions& options);
 int export_events(const FileOptions& options);
 
-// The `gradwire` command: train, compare, doctor, plan, top, report, export.
+// `gradwire formats` prints every compression spec.
+void formats();
+
+// The `gradwire` command: train, compare, doctor, plan, top, report, export, formats.
 
 // Runs the command, and returns the exit code: 0 for success, 1 for a failure while running, 2 for bad input,
 // 3 if training ended with a loss that is not finite. Codes 1 and 2 print one line on stderr. `train` without

@@ -40,10 +40,12 @@ VitConfig named_model(const std::string& name) {
   for (const auto& model : known_models()) {
     if (model.name == name) return model;
   }
+  const std::vector<std::string> names = model_names();
   throw BadInput(
-      "unknown model '{}'; use one of {}; --image-size, --patch, --width, --depth, --heads and --mlp change "
+      "unknown model '{}'{}; use one of {}; --image-size, --patch, --width, --depth, --heads and --mlp "
+      "change "
       "its shape",
-      name, fmt::join(model_names(), ", "));
+      name, suggestion(name, {names.begin(), names.end()}), fmt::join(names, ", "));
 }
 
 void check_model(const VitConfig& model) {
@@ -82,7 +84,8 @@ DataSpec DataSpec::parse(const std::string& text) {
   } else if (kind == "synthetic") {
     spec.kind = Kind::synthetic;
   } else {
-    bad(fmt::format("unknown data '{}'", kind));
+    bad(fmt::format("unknown data '{}'{}", kind,
+                    suggestion(kind, {"fashion-mnist", "cifar10", "synthetic"})));
   }
   if (colon != std::string::npos && rest.empty()) bad("nothing after ':'");
   if (spec.kind == Kind::synthetic) {

@@ -27,6 +27,29 @@ Setting derived(const char* key, Setting::Effect effect) {
   return {0, "", {}, "", "", key, effect};
 }
 
+const Setting kCompression[] = {
+    {kTrain, "--compression", &Options::specs, "SPEC",
+     fmt::format(
+         "What travels instead of FP32: a spec such as int8, int4:block=64 or powersgd:rank=4 (gradwire "
+         "formats lists every spec; default: fp32), or {}: measure links, kernels and errors before the "
+         "first step, and choose the spec and bucket size of the shortest step whose error of one "
+         "encode is at most E (default: 0.1)",
+         kAutoGrammar),
+     "compression", bits},
+    {kCompare, "--compression", &Options::specs, "SPEC",
+     "Compression spec; repeat the flag: one run for each (gradwire formats lists every spec). shelf: every "
+     "wire "
+     "format, and PowerSGD and random-k with a few options"},
+    {kPlan, "--compression", &Options::specs, "SPEC",
+     "Compression spec; repeat the flag: one prediction for each (gradwire formats lists every spec)"},
+    {kTrain, "--bucket-mb", &Options::buckets_mb, kBucketMb,
+     "Size of a gradient bucket, in MiB; 0.5 is many, 100000 is one", "bucket_mb", bits},
+    {kCompare | kPlan, "--bucket-mb", &Options::buckets_mb, kBucketMb,
+     "Size of a gradient bucket, in MiB; one run for each size and --compression"},
+    {kTrain, "--gather-weights", &Options::gather_text, "FORMAT",
+     "With --shard: wire format in which ranks exchange new weights (default: fp32)", "gather_weights", bits},
+};
+
 const Setting kModel[] = {
     {kAll | kPlan, "--model", &VitConfig::name, "MODEL",
      "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32", "model.name", state},
@@ -53,7 +76,7 @@ const Setting kTraining[] = {
      "batch_size", bits},
     derived("shared_batch", run),
     {kAll, "--precision", &Config::precision, "fp32|tf32|bf16",
-     "Precision of the model's products: fp32, tf32 (CUDA's tensor cores on FP32 operands), or bf16\n"
+     "Precision of the model's products: fp32, tf32 (CUDA's tensor cores on FP32 operands), or bf16 "
      "(operands stored as BF16; weights, gradients and the residual stream stay FP32)",
      "precision", bits},
     {kRuns, "--accumulate", &Config::accumulate, Range(1, kMaxBatches),
@@ -97,7 +120,8 @@ const Setting kTraining[] = {
 };
 
 const Setting kRanks[] = {
-    {kPlan, "--cluster", &Options::cluster, "FILE", "The cluster: a JSON file, see docs/plan.md"},
+    {kPlan, "--cluster", &Options::cluster, "FILE",
+     "The cluster: a JSON file (docs/plan.md), or a name such as h100-ib; an unknown name's error lists all"},
     {kPlan, "--ranks", &Options::rank_count, Range(1, 1 << 16), "Ranks, a GPU each, which fill whole nodes"},
     {kAll, "--ranks", &Options::rank_count, Range(1, 1024),
      "Ranks in this process, a thread each (default: 1; under torchrun, srun or mpirun each process is one "
@@ -127,27 +151,11 @@ const Setting kRanks[] = {
                  "but exchanges begin later (default: {})",
                  kDefaultGradientGroup),
      "gradient_group"},
-    {kTrain, "--compression", &Options::specs, "SPEC",
-     fmt::format("Compression spec (default: fp32), or {}: measure links, kernels and errors before the "
-                 "first step, and choose the spec and bucket size of the shortest step whose error of one "
-                 "encode is at most E (default: 0.1)",
-                 kAutoGrammar),
-     "compression", bits},
-    {kCompare, "--compression", &Options::specs, "SPEC",
-     "Compression spec; one run for each. shelf: every wire format, and PowerSGD and random-k with a few "
-     "options"},
-    {kPlan, "--compression", &Options::specs, "SPEC", "Compression spec; one prediction for each"},
-    {kTrain, "--bucket-mb", &Options::buckets_mb, kBucketMb,
-     "Size of a gradient bucket, in MiB; 0.5 is many, 100000 is one", "bucket_mb", bits},
-    {kCompare | kPlan, "--bucket-mb", &Options::buckets_mb, kBucketMb,
-     "Size of a gradient bucket, in MiB; one run for each size and --compression"},
     // The effect depends on the compression: compare_with_head().
     {kTrain, "--shard", &Config::shard_optimizer, "none|optimizer",
      "State to divide among the ranks: optimizer (its moments; gradients are reduce-scattered, and each rank "
      "updates its part of the weights)",
      "shard"},
-    {kTrain, "--gather-weights", &Options::gather_text, "FORMAT",
-     "With --shard: wire format in which ranks exchange new weights (default: fp32)", "gather_weights", bits},
     {kTrain, "--memory-limit", &Config::memory_limit, "SIZE",
      "Reject a run that needs more memory per rank: bytes, or 500M, 8G, 8GiB (default: no limit)",
      "memory_limit", run},
@@ -176,7 +184,7 @@ const Setting kData[] = {
 
 const Setting kOutput[] = {
     {kRuns, "--log-every", &Options::log_every, Range(1, kMaxSteps),
-     "Steps between log lines when output is not a terminal"},
+     "Steps between log lines when output is not a terminal (default: a line every 5 s)"},
     {kRuns, "--trace", &Config::trace, "FILE",
      "Write a timeline of each rank's streams, for ui.perfetto.dev or bench/plots/plot.py", "trace", none},
     {kRuns, "--trace-steps", &Options::trace_text, "A:B",
@@ -289,6 +297,7 @@ std::span<const Setting> settings() {
     const auto add = [&](const char* group, std::span<const Setting> rows) {
       for (const Setting& row : rows) all.emplace_back(row).group = group;
     };
+    add("Compression", kCompression);
     add("Model", kModel);
     add("Training", kTraining);
     add("Ranks", kRanks);

@@ -60,7 +60,7 @@ struct RunOptions : TrainConfig {
   std::string log, json, cluster;
   std::optional<std::string> trace_text;      // A:B
   std::optional<std::string> gradients_text;  // STEP:DIR
-  int64_t log_every = 1;
+  int64_t log_every = 0;                      // steps; 0: a line every few seconds
   bool dry_run = false, environment = false;
 };
 

@@ -14,15 +14,12 @@
 #include "trainer/log/summary.h"
 
 namespace gradwire {
-namespace {
 
-int terminal_columns(std::FILE* out) {
+int terminal_columns(std::FILE* out, int otherwise) {
   winsize size{};
   if (ioctl(fileno(out), TIOCGWINSZ, &size) == 0 && size.ws_col > 0) return size.ws_col;
-  return 80;
+  return otherwise;
 }
-
-}  // namespace
 
 std::string milliseconds(double ms) {
   return std::isnan(ms) ? "-" : fmt::format("{:.{}f}", ms, ms < 10 ? 2 : 1);
@@ -74,12 +71,12 @@ void Console::on_run(const RunInfo& info) {
                   info.buckets == 0 ? "one rank, nothing to send"
                                     : fmt::format("{} bucket{}, schedule {}", info.buckets,
                                                   info.buckets == 1 ? "" : "s", info.schedule)));
-  if (info.buckets > 0 && config_.compression.schedule == ScheduleKind::automatic)
-    print(fmt::format("Schedule: {}", info.schedule_reason));
   if (!info.slow_products.empty()) print(fmt::format("Warning: {}", info.slow_products));
   first_step_ = steps_done_ = info.first_step;
   start_ = Clock::now();
 }
+
+constexpr std::chrono::seconds kLogPause(5);
 
 void Console::on_step(const StepRecord& step) {
   last_ = step;
@@ -88,7 +85,9 @@ void Console::on_step(const StepRecord& step) {
     if (Clock::now() - drawn_ > std::chrono::milliseconds(100)) draw_bar();
     return;
   }
-  if (steps_done_ % log_every_ != 0 && steps_done_ != config_.steps && steps_done_ != 1) return;
+  const bool due = log_every_ > 0 ? steps_done_ % log_every_ == 0 : Clock::now() - drawn_ >= kLogPause;
+  if (!due && steps_done_ != config_.steps && steps_done_ != 1) return;
+  drawn_ = Clock::now();
   std::string wire;
   if (step.wire_bytes > 0) {
     wire = fmt::format("  sent {} ({:.2f}x)  waited {} ms", human_bytes(step.wire_bytes),
@@ -145,7 +144,7 @@ void Console::draw_bar() {
   std::string tail = fmt::format(" {:3.0f} %  step {}/{}  loss {:.4f}  {} images/s  {} left", 100 * done,
                                  steps_done_, config_.steps, last_.loss, human_count(last_.images_per_s),
                                  human_seconds(share > 0 ? elapsed / share - elapsed : NAN));
-  int room = terminal_columns(out_) - static_cast<int>(label_.size() + tail.size()) - 3;
+  int room = terminal_columns(out_, 80) - static_cast<int>(label_.size() + tail.size()) - 3;
   std::string bar;
   if (room >= 8) {
     int width = std::min(room, 40), filled = static_cast<int>(std::lround(done * width));
@@ -161,7 +160,7 @@ void Console::erase_bar() {
 // Replaces the bar by `line`, cut to the terminal's width, so that it stays in one row. Overwrites the rest
 // with blanks, because dumb terminals have no escape sequences.
 void Console::show(std::string line) {
-  const auto columns = static_cast<size_t>(std::max(1, terminal_columns(out_) - 1));
+  const auto columns = static_cast<size_t>(std::max(1, terminal_columns(out_, 80) - 1));
   size_t size = std::min(line.size(), columns);
   while (size < line.size() && size > 0 && (line[size] & 0xC0) == 0x80) --size;  // inside a character
   line.resize(size);
@@ -171,20 +170,52 @@ void Console::show(std::string line) {
   bar_size_ = size;
 }
 
-std::string summary_line(const RunSummary& summary) {
-  std::string text = fmt::format("{} steps in {}: ", human_count(static_cast<double>(summary.steps)),
+std::pair<std::string, std::string> shares_text(const RunSummary& summary) {
+  const auto share = [](const char* name, double fraction) {
+    return fraction < 0.0005 ? "" : fmt::format(", {} {:.1f} %", name, 100 * fraction);
+  };
+  const auto shares = [&](size_t begin, size_t end) {
+    std::string text;
+    for (size_t i = begin; i < end; ++i)
+      text += share(kStepShares[i].name, summary.shares.*kStepShares[i].time);
+    return text;
+  };
+  const std::string phases = shares(1, kPhases) + shares(0, 1) + share("other", summary.other_share);
+  const std::string parallel = shares(kPhases, std::size(kStepShares));
+  const std::string first = phases.empty() ? "not measured" : phases.substr(2);
+  if (!summary.hidden_of_comm) return {first, ""};
+  return {first,
+          fmt::format("{}; {:.0f} % of that overlapped with backward",
+                      parallel.empty() ? "nothing" : parallel.substr(2), 100 * *summary.hidden_of_comm)};
+}
+
+std::string summary_text(const RunSummary& summary) {
+  std::string text = fmt::format("{} steps in {}\n", human_count(static_cast<double>(summary.steps)),
                                  human_seconds(summary.seconds));
-  if (summary.test_accuracy) text += fmt::format("test accuracy {:.2f} %, ", 100 * *summary.test_accuracy);
-  text += fmt::format("loss {:.4f}, {} ms per step, {} images/s", summary.final_loss,
-                      milliseconds(summary.step_ms), human_count(summary.images_per_s));
-  text += fmt::format(", {:.3g} TFLOP/s per device", summary.tflops);
-  if (summary.peak_fraction)
-    text += fmt::format(", {:.0f} % of the measured peak", 100 * *summary.peak_fraction);
+  const auto row = [&](const char* name, const std::string& value) {
+    if (!value.empty()) text += fmt::format("  {:<12} {}\n", name, value);
+  };
+  const std::string loss = fmt::format("training loss {:.4f}", summary.final_loss);
+  row("accuracy", summary.test_accuracy
+                      ? fmt::format("{:.2f} % of the test images, {}", 100 * *summary.test_accuracy, loss)
+                      : loss);
+  // A peak that was measured on a busy machine is too low.
+  const bool peak = summary.peak_fraction && *summary.peak_fraction <= 1;
+  row("step",
+      fmt::format("{} ms, {} images/s, {:.3g} TFLOP/s per device{}", milliseconds(summary.step_ms),
+                  human_count(summary.images_per_s), summary.tflops,
+                  peak ? fmt::format(", {:.0f} % of the measured peak", 100 * *summary.peak_fraction) : ""));
+  const auto [phases, parallel] = shares_text(summary);
+  row("of a step", phases);
+  row("in parallel", parallel);
   if (summary.ratio) {
-    text +=
-        fmt::format(", {} sent per step and rank ({:.2f}x less than FP32), waited {} ms for it",
-                    human_bytes(summary.wire_bytes), *summary.ratio, milliseconds(summary.exposed_comm_ms));
+    row("sent",
+        fmt::format("{} per step and rank{}", human_bytes(summary.wire_bytes),
+                    *summary.ratio > 1.005 ? fmt::format(", {:.2f}x less than FP32", *summary.ratio) : ""));
+    row("waiting", fmt::format("{} ms of a step for communication", milliseconds(summary.exposed_comm_ms)));
   }
+  row("memory", fmt::format("{} per rank at most", human_bytes(static_cast<double>(summary.memory_bytes))));
+  text.pop_back();
   return text;
 }
 
@@ -209,24 +240,6 @@ std::string straggler_text(const RunSummary& summary) {
   if (!found) return "";
   return fmt::format("Rank {} was the straggler: each other rank waited {} longer ({:.0f} % of the run)",
                      found->rank, human_seconds(found->behind_s), 100 * found->share);
-}
-
-std::string shares_text(const RunSummary& summary) {
-  const auto share = [](const char* name, double fraction) {
-    return fraction < 0.0005 ? "" : fmt::format(", {} {:.1f} %", name, 100 * fraction);
-  };
-  const auto shares = [&](size_t begin, size_t end) {
-    std::string text;
-    for (size_t i = begin; i < end; ++i)
-      text += share(kStepShares[i].name, summary.shares.*kStepShares[i].time);
-    return text;
-  };
-  const std::string phases = shares(1, kPhases) + shares(0, 1) + share("other", summary.other_share);
-  const std::string parallel = shares(kPhases, std::size(kStepShares));
-  std::string text = "Step time: " + (phases.empty() ? "not measured" : phases.substr(2));
-  if (!summary.hidden_of_comm) return text;
-  return text + fmt::format("\nIn parallel: {} of the step; {:.0f} % of that overlapped with backward",
-                            parallel.empty() ? "nothing" : parallel.substr(2), 100 * *summary.hidden_of_comm);
 }
 
 namespace {

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "trainer/config/config.h"
@@ -18,11 +19,13 @@ std::string human_bytes(double bytes);      // "1.11 MB", powers of 1000
 std::string human_count(double count);      // "208,970"
 std::string milliseconds(double ms);        // "0.25", "12.3"; "-": not measured
 std::string human_seconds(double seconds);  // "3.2 s", "1:05", "2:03:10"
+// Returns the width of the terminal, or `otherwise` if the file is not a terminal.
+int terminal_columns(std::FILE* out, int otherwise);
 
 class Console final : public RunObserver {
  public:
   // `terminal`: draws a progress bar, after `label`, which identifies the run among several runs. Otherwise a
-  // line for every `log_every` steps; the last step always gets a line.
+  // line for every `log_every` steps or, with 0, every 5 s; the first and the last step always get a line.
   Console(const TrainConfig& config, std::FILE* out, bool terminal, int64_t log_every,
           std::string label = {});
   ~Console() override;
@@ -50,16 +53,16 @@ class Console final : public RunObserver {
   Clock::time_point start_ = Clock::now(), drawn_{};
 };
 
-// Returns a finished run in one line.
-std::string summary_line(const RunSummary& summary);
+// Returns a finished run as aligned lines.
+std::string summary_text(const RunSummary& summary);
 // Returns a table of the predicted and the measured parts of a step; empty without a prediction.
 std::string prediction_text(const RunSummary& summary);
 // Returns the straggler and the time for which the other ranks waited for it; empty if the time was
 // negligible.
 std::string straggler_text(const RunSummary& summary);
-// Returns the shares of the step time: a line of parts whose sum is 100 % and, if the ranks communicated, a
-// line for the parts that ran in parallel.
-std::string shares_text(const RunSummary& summary);
+// Returns the shares of the step time: the parts whose sum is 100 % and, if the ranks communicated, the parts
+// that ran in parallel.
+std::pair<std::string, std::string> shares_text(const RunSummary& summary);
 
 // The state of a run according to its log so far, for `gradwire top`.
 
