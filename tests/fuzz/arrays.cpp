@@ -15,7 +15,7 @@ Bytes npy(const std::string& descr, const std::string& shape, int bytes, uint8_t
   return file;
 }
 
-void load_split(Input images, Input labels) {
+void load_npy(Input images, Input labels) {
   for (const char* split : {"train", "test"}) {
     write_file(std::string("arrays/") + split + "_images.npy", images);
     write_file(std::string("arrays/") + split + "_labels.npy", labels);
@@ -26,8 +26,8 @@ void load_split(Input images, Input labels) {
 }  // namespace
 
 void arrays(Input input) {
-  load_split(input, npy("|u1", "(2,)", 2));
-  load_split(npy("|u1", "(2, 1, 4, 4)", 32), input);
+  load_npy(input, npy("|u1", "(2,)", 2));
+  load_npy(npy("|u1", "(2, 1, 4, 4)", 32), input);
 }
 
 std::vector<Bytes> arrays_seeds() {

@@ -77,7 +77,7 @@ class Failures(unittest.TestCase):
                                         lambda *_, **options: calls.append("Reducer")), \
                     gradwire.Communicator() as comm:
                 hook = gradwire.torch.Hook("int8", comm=comm)
-                hook._new_reducer(Bucket(0, [], Layout(("w",), ((1 << 20, 1),)), 4), buffer, "int8")
+                hook._make_reducer(Bucket(0, [], Layout(("w",), ((1 << 20, 1),)), 4), buffer)
                 hook.close()
             self.assertEqual(calls, expected)
 
