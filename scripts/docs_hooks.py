@@ -63,6 +63,8 @@ def link(match, folder, source):
         return match[0]
     path, _, anchor = target.partition("#")
     file = pathlib.Path(os.path.normpath(ROOT / "docs" / folder / path))
+    if ROOT not in file.parents:
+        return match[0]  # an address of GitHub, such as of a workflow's badge
     name = file.relative_to(ROOT).as_posix()
     if (file / "README.md").is_file() and name.startswith("docs/"):
         return f"[{text}]({path.rstrip('/')}/README.md{'#' if anchor else ''}{anchor})"

@@ -159,8 +159,12 @@ void Command::add_row(Json row, const Json& shown) {
   rows_.push_back(std::move(row));
   const auto begin = std::chrono::steady_clock::now();
   if (begin < next_save_) return;
-  write_files(false);
-  next_save_ = begin + 20 * (std::chrono::steady_clock::now() - begin);  // a long table, seldom
+  try {
+    write_files(false);
+    next_save_ = begin + 20 * (std::chrono::steady_clock::now() - begin);  // a long table, seldom
+  } catch (const std::exception&) {  // the last write_files() reports it, after all rows are printed
+    next_save_ = std::chrono::steady_clock::time_point::max();
+  }
 }
 
 void Command::case_done(size_t done, size_t total) {

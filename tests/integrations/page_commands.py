@@ -43,7 +43,7 @@ SHORTER: List[Tuple[str, str]] = [
     (r"--dump-gradients \d+", "--dump-gradients 3"),
     (r"--model vit_[bl]_\d+ .*(?=--log|--memory-limit)", r"\g<0>--dry-run "),
     (r"--compression shelf", r"\g<0> --dry-run"),
-    (r"(?<=_tests )--gtest_filter=\S+", r"\g<0> --gtest_list_tests"),
+    (r"(?<=_tests )--gtest_\w+=\S+", r"\g<0> --gtest_list_tests"),
     (r"--stop 50ms", "--stop 0.1ms"),
     (r"--(min|max)-size \S+", r"--\1-size 64K"),
     (r"gradwire-bench kernels(?!.*max-size)", r"\g<0> --max-size 64K"),
