@@ -307,6 +307,7 @@ class Files(BenchTest):
 
     def test_a_killed_benchmark_keeps_its_rows_and_has_said_how_long_it_takes(self):
         files = [self.folder / f"out.{kind}" for kind in ("json", "csv", "md")]
+        files[0].write_text("an older result")
         with subprocess.Popen([self.program, "kernels", "--device", "host", "--max-size", "4K", "--cache",
                                "warm", "--stop", "1s", "--json", files[0], "--csv", files[1], "--markdown",
                                files[2]],
@@ -315,6 +316,8 @@ class Files(BenchTest):
             estimate = process.stderr.readline()  # after 5 s of about 300
             process.kill()
             shown = [line for line in process.stdout if " 4K " in line]
+        self.assertEqual(files[0].read_text(), "an older result")
+        files = [path.with_name(path.name + ".part") for path in files]
         self.assertRegex(estimate, r"^gradwire-bench: case \d+ of \d+, about \d+:\d\d left$")
         self.assertGreaterEqual(len(shown), 2)
         self.assertIn(len(json.loads(files[0].read_text())), (len(shown), len(shown) - 1))

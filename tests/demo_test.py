@@ -55,7 +55,7 @@ class Demo(unittest.TestCase):
             sent = statistics.median(item["sent_bytes"] for item in items)
             figures[mode] = (f"{sent / 1e6:.1f}", f"{ms:.0f}", f"{base / ms:.2f}", ms)
         names = {"PyTorch, no hook": "PyTorch, fp32", "PyTorch, FP32": "PyTorch, fp32"}
-        for page, count in (("README.md", 6), ("docs/for-pytorch.md", len(figures))):
+        for page, count in (("README.md", 7), ("docs/for-pytorch.md", len(figures))):
             lines = (ROOT / page).read_text().splitlines()
             first = next(at for at, line in enumerate(lines) if "MB sent per step | ms per step" in line)
             for line in lines[first + 2:first + 2 + count]:

@@ -4,6 +4,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "bench/harness/command.h"
@@ -65,7 +66,8 @@ int main(int argc, char** argv) {
   } catch (const gradwire::BadInput& error) {
     return fail(error.what(), kBadInput);
   } catch (const std::exception& error) {
-    if (gradwire::reader_is_gone()) return kNoReader;  // fmt::print throws
+    const auto* unwritten = dynamic_cast<const std::system_error*>(&error);
+    if (unwritten != nullptr && unwritten->code() == std::errc::broken_pipe) return kNoReader;  // fmt::print
     return fail(gradwire::text_of(error), kFailed);
   }
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 #include <map>
 
 #include "runtime/threads/thread_pool.h"
@@ -184,7 +185,12 @@ void Command::case_done(size_t done, size_t total) {
 
 void Command::write_files(bool last) {
   auto write = [&](OutputFile& file, const auto& text_of) {
-    if (!file.path().empty() && (last || file.is_regular())) file.write(text_of(rows_));
+    if (file.path().empty() || !(last || file.is_regular())) return;
+    const std::string part = file.path() + ".part";
+    if (!last) return OutputFile(part).write(text_of(rows_));
+    file.write(text_of(rows_));
+    std::error_code none;
+    if (file.is_regular()) std::filesystem::remove(part, none);
   };
   write(json_, [&](const Json& rows) { return rows.dump(json_indent_) + "\n"; });
   write(csv_, csv_text);

@@ -74,13 +74,14 @@ class Command {
   // Returns the cells as a line with the widths of columns_.
   std::string line_text(const std::vector<std::string>& cells) const;
   void print_heading() const;
-  // Prints a row as text, stores it for the files, and writes the regular ones, so that a killed benchmark
-  // keeps its rows. `shown`: fields of the text that are not in the files.
+  // Prints a row as text, stores it for the files, and writes FILE.part for the regular ones, so that a
+  // killed benchmark keeps its rows and the result before. `shown`: fields of the text that are not in the
+  // files.
   void add_row(Json row, const Json& shown = Json::object());
   // Prints on standard error how long the other cases will take, if that is over a minute: after 5 s, then
   // every 30 s. done: from 1.
   void case_done(size_t done, size_t total);
-  // Writes the rows to the files. last: also to devices and pipes, and prints the note. CSV and Markdown have
+  // Writes the rows to the files, and prints the note; or, unless `last`, to FILE.part. CSV and Markdown have
   // a column per field: fields of an object within a row have the object's name before theirs ("encode.n"),
   // and arrays are only in the JSON file.
   void write_files(bool last = true);

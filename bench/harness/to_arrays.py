@@ -17,18 +17,18 @@ try:
     from PIL import Image, ImageOps
 except ImportError:
     sys.exit(f"to_arrays.py: Pillow is missing; install Debian's python3-pil, or Pillow for {sys.executable}")
-TEST_SPLITS = ("test", "val", "validation", "valid")
+TEST_SPLITS = ("val", "validation", "valid", "test")  # the labels of a public test split are often missing
 
 
 def of_folder(folder):
     """Yields the train and the test split: the number of images, and pairs of (image, label)."""
-    test = next((folder / name for name in TEST_SPLITS if (folder / name).is_dir()), None)
-    train = folder / "train" if test else folder
+    held_out = next((folder / name for name in TEST_SPLITS if (folder / name).is_dir()), None)
+    train = folder / "train" if held_out else folder
     classes = sorted(path.name for path in train.iterdir() if path.is_dir())
     train, test = ([(path, label) for label, name in enumerate(classes)
                     for path in sorted((where / name).glob("*")) if path.is_file()] if where else []
-                   for where in (train, test))
-    if not test:
+                   for where in (train, held_out))
+    if held_out is None:
         train, test = [pair for at, pair in enumerate(train) if at % 10 != 9], train[9::10]
     for pairs in (train, test):
         yield len(pairs), ((Image.open(path), label) for path, label in pairs)
@@ -37,7 +37,10 @@ def of_folder(folder):
 def of_hugging_face(name):
     import datasets
     splits = datasets.load_dataset(name)
-    for split in ("train", next(name for name in TEST_SPLITS if name in splits)):
+    test = next((split for split in TEST_SPLITS if split in splits), None)
+    if test is None:
+        sys.exit(f"to_arrays.py: hf:{name} has none of the splits {', '.join(TEST_SPLITS)}")
+    for split in ("train", test):
         kinds = {type(feature).__name__: name for name, feature in splits[split].features.items()}
         image, label = kinds["Image"], kinds["ClassLabel"]
         yield len(splits[split]), ((row[image], row[label]) for row in splits[split])

@@ -21,7 +21,7 @@ namespace {
 
 [[noreturn]] void bad(std::string_view text, const std::string& why, bool points_to_list = false) {
   throw BadInput("compression spec '{}': {}{}", text, why,
-                 points_to_list ? "; gradwire formats lists every spec" : "");
+                 points_to_list ? "; gradwire formats and docs/formats.md list every spec" : "");
 }
 
 // Returns the words joined as "a|b|c".
@@ -155,7 +155,8 @@ std::vector<std::pair<std::string_view, std::string_view>> items_of(std::string_
       const bool is_spec = find_wire_format(name) != nullptr || CompressionSpec::is_codec(name);
       bad(text,
           fmt::format("'{}' is {}", item,
-                      is_spec ? "another spec; repeat --compression, once for each spec" : "not key=value"),
+                      is_spec ? "another spec; give one at a time (gradwire compare: repeat --compression)"
+                              : "not key=value"),
           true);
     }
     const std::string_view key = item.substr(0, equals), value = item.substr(equals + 1);

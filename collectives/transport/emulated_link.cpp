@@ -48,7 +48,9 @@ std::string bits(std::string_view text) {
   for (const std::string_view unit : {"bps", "b/s", "bit/s"}) {
     if (text.ends_with(unit)) return fmt::format("{}bit", text.substr(0, text.size() - unit.size()));
   }
-  return text.find_last_of("TGgMmKk") + 1 == text.size() ? fmt::format("{}bit", text) : std::string(text);
+  const size_t digits = text.find_first_not_of("0123456789.");
+  const bool is_prefix = digits + 1 == text.size() && text.find_last_of("TGgMmKk") == digits;
+  return is_prefix ? fmt::format("{}bit", text) : std::string(text);
 }
 
 template <size_t N>

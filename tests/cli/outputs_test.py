@@ -275,6 +275,10 @@ class Outputs(CommandTest):
                                 "name another file, or remove")
             self.succeed(*flags, log, "--dry-run")
         self.assertEqual((self.folder / "first.jsonl").read_bytes(), before)
+        # A command that is repeated until the run ends may find no checkpoint yet.
+        shown = self.succeed(*flags, "first.jsonl", "--checkpoint", "new", "--resume", "new").stdout
+        self.assertIn("first.jsonl was not empty; first.jsonl.1 has its contents now", shown)
+        self.assertEqual((self.folder / "first.jsonl.1").read_bytes(), before)
         with open(self.folder / "all", "w") as out:  # which is not empty when the run begins
             self.run_words(self.program, *flags, "/dev/stdout", stdout=out)
         self.assertIn('{"type":"summary"', (self.folder / "all").read_text())

@@ -231,6 +231,8 @@ class Package(unittest.TestCase):
         self.assertRegex(slow, r'Recommendation: compress\(ddp_model, "int[48]"\), [0-9.]+ times as fast')
         self.assertIn("Recommendation: no compression.", fast)
         for model, link, error in (("small.py", "1Gbit", "small.py' is not FILE.py:BUILD"),
+                                   ("small.py:build", "1GBps", "'1GBps' is not RATE"),
+                                   ("small.py:build", "1000", "'1000' is not RATE"),
                                    ("no.py:build", "1Gbit", "no.py:build' is not FILE.py:BUILD"),
                                    ("small.py:no", "1Gbit", r"small.py needs a function no\(\) that returns"),
                                    ("small.py:wrong", "1Gbit", r"wrong\(\) that returns \(model, loss\)"),

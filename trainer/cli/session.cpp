@@ -9,6 +9,7 @@
 #include <csignal>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <fstream>
 #include <utility>
 
@@ -270,14 +271,23 @@ int report(const char* text, int code) {
   return code;
 }
 
-// Throws BadInput if the run would overwrite its --log. Resumed runs and joiners append to it.
-void check_log(const RunOptions& o) {
-  if (o.log.empty() || !o.resume.empty() || !o.join.empty() || o.dry_run) return;
+// Throws BadInput if the run would overwrite its --log. Resumed runs and joiners append to it. Where --resume
+// found no checkpoint, copies the older file, since a command that is repeated until it ends must not fail,
+// and adds a note.
+void keep_log(const RunOptions& o, Resolved& run) {
+  if (o.log.empty() || !run.config.resume.empty() || !o.join.empty() || o.dry_run) return;
   if (!OutputFile::would_be_regular(o.log) || !holds_data(o.log)) return;
-  throw BadInput(
-      "--log {}: the file is not empty, and a new run would overwrite it; name another file, or remove this "
-      "one",
-      o.log);
+  if (o.resume.empty()) {
+    throw BadInput(
+        "--log {}: the file is not empty, and a new run would overwrite it; name another file, or remove "
+        "this one",
+        o.log);
+  }
+  std::string older;
+  for (int n = 1; older.empty() || std::filesystem::exists(older); ++n)
+    older = fmt::format("{}.{}", o.log, n);
+  std::filesystem::copy_file(o.log, older);
+  run.notes.push_back(fmt::format("{} was not empty; {} has its contents now", o.log, older));
 }
 
 int train(const RunOptions& options) {
@@ -291,7 +301,7 @@ int train(const RunOptions& options) {
     check_all_different(
         {{"auto:plan", run.automatic->plan}, {"--log", options.log}, {"--trace", options.trace}});
   }
-  if (leads(options)) check_log(options);
+  if (leads(options)) keep_log(options, run);
   if (!options.like.empty()) run.notes.push_back("Settings that were not given are those of " + options.like);
   if (leads(options)) say_start(run, options);
   if (options.dry_run) {
@@ -343,7 +353,7 @@ void detect_launch(RunOptions& options) {
 constexpr const char* kTrainExamples =
     "  gradwire train --model vit_tiny --data fashion-mnist --ranks 4 --compression powersgd:rank=4\n"
     "  gradwire train --data synthetic --steps 100 --ranks 2 --compression int8 --log run.jsonl\n"
-    "  gradwire train --checkpoint run --resume run  # continues after an interruption";
+    "  gradwire train --checkpoint run --resume run";
 
 int parse_and_run(int argc, char** argv) {
   CLI::App app{

@@ -54,12 +54,13 @@ class Prediction(NamedTuple):
 
 def link_of(text: str) -> Tuple[float, float]:
     """Returns (bits per second, delay in ms) of RATE[,DELAY], such as "100Mbps,20ms". Raises BadArgument."""
-    found = re.fullmatch(r"(\d+\.?\d*)([kmgt]?)(?:bit|bps|bit/s)(?:,(\d+\.?\d*)(us|ms|s))?", text, re.I)
+    found = re.fullmatch(r"(\d+\.?\d*)(?=[a-zA-Z])([kKmMgGtT]?)(?:[Bb]it(?:/s)?|bps|b/s)?"
+                         r"(?:,(\d+\.?\d*)(us|ms|s))?", text)
     if found is None or float(found[1]) == 0:
         raise _native.BadArgument(f"--link {text!r} is not RATE[,DELAY]: write for example 1Gbit, 100Mbps or "
                                   "10Gbit,50us")
     scale = 1000.0 ** " kmgt".index(found[2].lower() or " ")
-    unit = {"us": 1e-3, "ms": 1.0, "s": 1e3}[(found[4] or "ms").lower()]
+    unit = {"us": 1e-3, "ms": 1.0, "s": 1e3}[found[4] or "ms"]
     return float(found[1]) * scale, float(found[3] or 0) * unit
 
 
@@ -111,6 +112,9 @@ def measure(place: str, specs: Sequence[str]) -> Costs:
     if not gradients:
         raise _native.BadArgument(f"--model {place}: after backward no parameter of the model has a "
                                   "gradient: loss() must use the model that is returned with it")
+    if any(gradient.is_cuda for gradient in gradients.values()):
+        raise _native.BadArgument(f"--model {place}: compression is measured on the host alone, so BUILD "
+                                  "must return a model on the CPU")
     buckets, limit = [0], _FIRST_BUCKET
     for gradient in gradients.values():
         if buckets[-1] >= limit:
@@ -189,6 +193,9 @@ def recommended(predictions: Sequence[Prediction], error: float) -> Prediction:
 
 def report(place: str, link_text: str, ranks: int, spec: str) -> str:
     """Returns the doctor's report about a model. Raises BadArgument."""
+    if not _auto.is_request(spec):
+        raise _native.BadArgument(f"--spec {spec!r} is not auto[:error=E][,allow=SPEC+SPEC...]; to compare "
+                                  f"one spec with FP32 write auto:error=1,allow={spec}")
     link, request = link_of(link_text), _auto.parse(spec)
     if ranks < 2:
         raise _native.BadArgument(f"--ranks {ranks}: one rank sends nothing; at least 2")
