@@ -45,6 +45,8 @@ class Doctor(CommandTest):
     def test_help_fits_the_terminal_and_has_examples(self):
         for program in ("gradwire", "gradwire-bench"):
             path = pathlib.Path(self.program).with_name(program)
+            if not path.exists():
+                continue  # sanitizer builds omit gradwire-bench
             whole = self.run_words(path, "--help").stdout
             listed = whole.partition("\nCommands:\n")[2].partition("\n\n")[0]
             commands = re.findall(r"^  ([a-z]+) ", listed, re.M)
