@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the gates that take seconds: all, or those that concern some files.
+"""Runs the gates that take seconds: all gates, or the gates that concern FILEs.
 
     check.py [FILE...]    also: make check, make check FILE=kernels/wire/qsgd.h
 

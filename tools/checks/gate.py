@@ -9,7 +9,7 @@ from typing import Iterable
 
 
 def files(root: pathlib.Path, least: int = 0) -> list[str]:
-    """Returns the names of the files that git has or would add; without git, those that .gitignore does not name.
+    """Returns the files that git has or would add; without git, the files that .gitignore does not name.
 
     Exits if there are fewer than `least`.
     """

@@ -25,7 +25,8 @@ int terminal_columns(std::FILE* out, int otherwise);
 class Console final : public RunObserver {
  public:
   // `terminal`: draws a progress bar, after `label`, which identifies the run among several runs. Otherwise a
-  // line for every `log_every` steps or, with 0, every 5 s; the first and the last step always get a line.
+  // line every `log_every` steps, or every 5 s if log_every is 0. The first and the last step always get a
+  // line.
   Console(const TrainConfig& config, std::FILE* out, bool terminal, int64_t log_every,
           std::string label = {});
   ~Console() override;
