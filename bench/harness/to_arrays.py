@@ -59,7 +59,7 @@ def main():
     for split, (count, pairs) in zip(("train", "test"), splits):
         if count == 0:
             sys.exit(f"to_arrays.py: {options.images} has no {split} images")
-        labels = numpy.zeros(count, numpy.int32)
+        labels = numpy.zeros(count, numpy.int64)
         shape = (count, 1 if options.gray else 3, options.size, options.size)
         images = numpy.lib.format.open_memmap(options.folder / f"{split}_images.npy", "w+", "u1", shape)
         for at, (image, label) in enumerate(pairs):

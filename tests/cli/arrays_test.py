@@ -12,7 +12,7 @@ import numpy
 from command import CommandTest, SMALL, main
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TYPES = {"uint8": "U8", "float32": "F32", "int32": "I32", "int64": "I64", "float64": "F64"}
+TYPES = {"uint8": "U8", "int64": "I64"}
 SPLITS = {"train": 64, "test": 16}
 
 
@@ -52,16 +52,15 @@ class Arrays(CommandTest):
 
     def test_every_kind_of_file_gives_the_same_losses(self):
         write_npy(self.folder / "bytes")
-        write_npy(self.folder / "floats",
-                  change=lambda a: (a / 255).astype("f4") if a.ndim > 1 else a.astype("u1"))
+        write_npy(self.folder / "small labels", change=lambda a: a.astype("u1"))
         write_safetensors(self.folder / "tensors")
         out, losses = self.train("bytes")
         self.assertIn("Data: arrays:bytes, 64 training and 16 test images of 3x8x8", out)
         self.assertEqual(len(losses), 5)
-        for name in ("floats", "tensors"):
+        for name in ("small labels", "tensors"):
             self.assertEqual(self.train(name)[1], losses)
         write_npy(self.folder / "gray", channels=1)
-        write_npy(self.folder / "no channels", 1, lambda a: a[:, 0] if a.ndim > 1 else a.astype("i4"))
+        write_npy(self.folder / "no channels", 1, lambda a: a[:, 0] if a.ndim > 1 else a)
         self.assertEqual(self.train("no channels")[1], self.train("gray")[1])
 
     def test_each_damage_is_one_line(self):
@@ -71,17 +70,15 @@ class Arrays(CommandTest):
         cases = [("train_images", images.transpose(0, 2, 3, 1).repeat(2, 2), "channels last"),
                  ("train_images", images[:, 0, 0], "expected N x C x H x W"),
                  ("train_images", images.astype("f8"), "<f8; expected uint8"),
-                 ("train_images", images.astype(">f4"), ">f4, which is big-endian"),
+                 ("train_images", images.astype("i8"), "<i8; expected uint8"),
                  ("train_images", numpy.asfortranarray(images), "Fortran order"),
-                 ("train_images", images.astype("f4"), "float32 images must be from 0 to 1"),
-                 ("train_images", images / numpy.float32("nan"), "is nan"),
                  ("train_images", images[:0], "no values"),
                  ("train_images", images[:, :, :4], "training images are 3x4x8, test images 3x8x8"),
                  ("test_images", test[:, :1], "training images are 3x8x8, test images 1x8x8"),
                  ("train_labels", labels[:-1], "one for each of the 64 images"),
                  ("train_labels", labels - 1, "label 0 is -1, but the classes are 0 to"),
                  ("test_labels", good["test_labels"] + 1, "label 3 is 4, but the classes are 0 to 3"),
-                 ("train_labels", labels.astype("f4"), "expected uint8, int32 or int64"),
+                 ("train_labels", labels.astype(">i8"), ">i8; expected uint8 or int64"),
                  ("train_labels", labels[:, None], "labels of shape 64 x 1")]
         whole = (lambda data: data)
         cases = [(name, array, whole, part) for name, array, part in cases]
@@ -91,7 +88,7 @@ class Arrays(CommandTest):
                   ("train_images", images, lambda data: b"", "not a .npy file"),
                   ("train_images", images, lambda data: b"PK\3\4" + data, "a zip archive"),
                   ("train_images", images, lambda data: data.replace(b"(64,", b"(-4,"), "its header"),
-                  ("train_images", images, lambda data: data[:6] + b"\4" + data[7:], "version 4.0"),
+                  ("train_images", images, lambda data: data[:6] + b"\2" + data[7:], "version 2.0"),
                   ("train_images", images, lambda data: data[:8] + b"\xff" + data[9:], "its header"),
                   ("train_images", images, None, "no such file; arrays:DIR must have train_images.npy")]
         for at, (name, array, damage, part) in enumerate(cases):

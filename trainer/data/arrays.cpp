@@ -24,78 +24,60 @@ constexpr const char* kArraysRemedy =
     "train.safetensors and test.safetensors with the tensors images and labels";
 constexpr int64_t kMost = 1 << 24;  // of classes, channels and pixels of a side; a model has lower limits
 
-// The supported types, as numpy and safetensors name them.
-struct Type {
-  const char *descr, *name;
-  uint64_t bytes;
-};
-constexpr Type kTypes[] = {{"|u1", "U8", 1}, {"<f4", "F32", 4}, {"<i4", "I32", 4}, {"<i8", "I64", 8}};
-
 struct Array {
   std::string name;  // the file and, in a safetensors file, the tensor
-  std::string type;  // a name of kTypes, or the name of another type
+  std::string type;  // as numpy or safetensors names it
   std::vector<int64_t> shape = {};
   uint64_t bytes = 0;  // in the file
-  std::function<void(uint64_t first, std::span<std::byte> out)> read = {};
+  std::function<void(std::span<std::byte> out)> read = {};
 
+  // Bytes of a value; 0 for a type that is not supported. Numbers are little-endian.
+  size_t width() const { return type == "|u1" || type == "U8" ? 1 : type == "<i8" || type == "I64" ? 8 : 0; }
   template <typename... Args>
   [[noreturn]] void refuse(fmt::format_string<Args...> why, Args&&... args) const {
     throw BadInput("{}: {}", name, fmt::format(why, std::forward<Args>(args)...));
   }
-  // Returns values [first, first + count), which have type T.
-  template <typename T>
-  std::vector<T> read_values(uint64_t first, uint64_t count) const {
-    std::vector<T> values(count);
-    read(first * sizeof(T), std::as_writable_bytes(std::span(values)));
-    return values;
-  }
 };
 
-// Parses a .npy file of version 1.0 or 2.0: a magic number, the header's length, and the header, a Python
-// dictionary as numpy.save writes it. Structured types, which are not supported, have longer headers.
+// Parses a .npy file of version 1.0: a magic number, the header's length, and the header, a Python dictionary
+// as numpy.save writes it. Structured types, which are not supported, have longer headers.
 Array open_npy(const std::string& path) {
-  constexpr uint64_t kMaxHeader = 1000, kPrefix = 12;
+  constexpr uint64_t kMaxHeader = 1000, kBegin = 10;
   const auto file = std::make_shared<FileDescriptor>(open_regular_file(path));
   Array array{.name = path, .type = ""};
   struct stat status {};
   if (fstat(file->fd(), &status) != 0) array.refuse("{}", std::strerror(errno));
   const auto size = static_cast<uint64_t>(status.st_size);
-  std::vector<uint8_t> head(std::min(size, kMaxHeader + kPrefix));
+  std::vector<uint8_t> head(std::min(size, kMaxHeader + kBegin));
   read_at(file->fd(), path, 0, std::as_writable_bytes(std::span(head)));
   constexpr std::string_view kMagic = "\x93NUMPY";
   const std::string_view text(reinterpret_cast<const char*>(head.data()), head.size());
-  if (!text.starts_with(kMagic) || size < kPrefix) {
+  if (!text.starts_with(kMagic) || size < kBegin) {
     const std::string kind = foreign_kind(head);
     array.refuse("not a .npy file{}{}", kind.empty() ? "" : " but ", kind);
   }
-  if (head[6] < 1 || head[6] > 2)
-    array.refuse("version {}.{} of .npy; expected 1.0 or 2.0", head[6], head[7]);
-  const uint64_t begin = head[6] == 1 ? 10 : kPrefix;
-  uint64_t length = head[8] | uint64_t{head[9]} << 8;
-  if (head[6] == 2) length |= uint64_t{head[10]} << 16 | uint64_t{head[11]} << 24;
-  if (length > kMaxHeader) array.refuse("a header of {} bytes; expected at most {}", length, kMaxHeader);
-  if (begin + length > size) array.refuse("truncated: {} bytes, shorter than its header", size);
-  const std::string header(text.substr(begin, length));
+  const uint64_t length = head[8] | uint64_t{head[9]} << 8;
+  if (head[6] != 1 || length > kMaxHeader) {
+    array.refuse(
+        "version {}.{} with a header of {} bytes; expected 1.0, as numpy.save writes arrays of numbers",
+        head[6], head[7], length);
+  }
+  if (kBegin + length > size) array.refuse("truncated: {} bytes, shorter than its header", size);
+  const std::string header(text.substr(kBegin, length));
   static const std::regex kHeader(
       R"(\{\s*'descr':\s*'([^']*)',\s*'fortran_order':\s*(True|False),\s*'shape':\s*\()"
       R"(((?:\d{1,15},\s*)*(?:\d{1,15})?)\),?\s*\}\s*)"),
       kExtent("[0-9]+");
   std::smatch found;
-  if (!std::regex_match(header, found, kHeader)) {
+  if (!std::regex_match(header, found, kHeader))
     array.refuse("its header is not that of an array of numbers, as numpy.save writes it");
-  }
   if (found.str(2) == "True") array.refuse("in Fortran order; save numpy.ascontiguousarray() of the array");
   array.type = found.str(1);
-  for (const Type& type : kTypes) {
-    if (array.type == type.descr) array.type = type.name;
-  }
   const std::string shape = found.str(3);
   for (std::sregex_iterator at(shape.begin(), shape.end(), kExtent), end; at != end; ++at)
     array.shape.push_back(std::stoll(at->str()));
-  array.bytes = size - begin - length;
-  array.read = [=](uint64_t first, std::span<std::byte> out) {
-    read_at(file->fd(), path, begin + length + first, out);
-  };
+  array.bytes = size - kBegin - length;
+  array.read = [=](std::span<std::byte> out) { read_at(file->fd(), path, kBegin + length, out); };
   return array;
 }
 
@@ -117,18 +99,15 @@ Array open_array(const std::string& folder, const std::string& split, const std:
           .type = tensor->dtype,
           .shape = tensor->shape,
           .bytes = tensor->bytes,
-          .read = [=](uint64_t first, std::span<std::byte> out) { file->read_bytes(*tensor, first, out); }};
+          .read = [=](std::span<std::byte> out) { file->read_bytes(*tensor, 0, out); }};
 }
 
-// Throws BadInput unless the array has one of `types` and as many bytes as its shape needs, at least one.
-void check_array(const Array& array, std::initializer_list<std::string_view> types, const char* expected) {
-  const auto* type = std::ranges::find_if(kTypes, [&](const Type& t) { return array.type == t.name; });
-  if (std::ranges::find(types, array.type) == types.end()) {
-    array.refuse("its values have type {}{}; expected {}", array.type,
-                 array.type.starts_with('>') ? ", which is big-endian" : "", expected);
-  }
+// Throws BadInput unless the array has as many bytes as its shape needs, at least one.
+void check_array(const Array& array, size_t most_width, const char* expected) {
+  if (array.width() == 0 || array.width() > most_width)
+    array.refuse("its values have type {}; expected {}", array.type, expected);
   const std::string shape = fmt::format("{}", fmt::join(array.shape, " x "));
-  uint64_t bytes = type->bytes;
+  uint64_t bytes = array.width();
   for (const int64_t extent : array.shape) {
     if (extent < 1) array.refuse("an array of shape {} has no values", shape);
     if (__builtin_mul_overflow(bytes, static_cast<uint64_t>(extent), &bytes)) bytes = UINT64_MAX;
@@ -139,7 +118,7 @@ void check_array(const Array& array, std::initializer_list<std::string_view> typ
 }
 
 void read_images(const Array& array, Dataset& data) {
-  check_array(array, {"U8", "F32"}, "uint8 (0 to 255) or float32 (0 to 1), little-endian");
+  check_array(array, 1, "uint8, 0 to 255: (images * 255).astype('uint8') of images from 0 to 1");
   std::vector<int64_t> shape = array.shape;
   if (shape.size() == 3) shape.insert(shape.begin() + 1, 1);  // one channel
   const bool last = shape.size() == 4 && shape[3] <= 4 && shape[1] > 4;
@@ -150,37 +129,25 @@ void read_images(const Array& array, Dataset& data) {
   data.channels = static_cast<int32_t>(shape[1]);
   data.height = static_cast<int32_t>(shape[2]), data.width = static_cast<int32_t>(shape[3]);
   data.images.resize(static_cast<size_t>(shape[0] * data.image_elements()));
-  if (array.type == "U8") return array.read(0, std::as_writable_bytes(std::span(data.images)));
-  constexpr size_t kChunk = 1 << 20;
-  for (size_t first = 0; first < data.images.size(); first += kChunk) {
-    const auto values = array.read_values<float>(first, std::min(kChunk, data.images.size() - first));
-    for (size_t i = 0; i < values.size(); ++i) {
-      if (!(values[i] >= 0 && values[i] <= 1))
-        array.refuse("value {} is {}; float32 images must be from 0 to 1", first + i, values[i]);
-      data.images[first + i] = static_cast<uint8_t>(values[i] * 255 + 0.5f);
-    }
-  }
+  array.read(std::as_writable_bytes(std::span(data.images)));
 }
 
 // Reads labels, each less than `classes`.
 void read_labels(const Array& array, int64_t images, int64_t classes, Dataset& data) {
-  check_array(array, {"U8", "I32", "I64"}, "uint8, int32 or int64, little-endian");
+  check_array(array, sizeof(int64_t), "uint8 or int64: labels.astype('int64')");
   if (array.shape != std::vector{images}) {
     array.refuse("labels of shape {}; expected one for each of the {} images", fmt::join(array.shape, " x "),
                  images);
   }
-  const auto read = [&](const auto& values) {
-    for (size_t i = 0; i < values.size(); ++i) {
-      const auto label = static_cast<int64_t>(values[i]);
-      if (label < 0 || label >= classes)
-        array.refuse("label {} is {}, but the classes are 0 to {}", i, label, classes - 1);
-      data.labels.push_back(static_cast<int32_t>(label));
-    }
-  };
-  const auto count = static_cast<uint64_t>(images);
-  if (array.type == "U8") return read(array.read_values<uint8_t>(0, count));
-  if (array.type == "I32") return read(array.read_values<int32_t>(0, count));
-  read(array.read_values<int64_t>(0, count));
+  std::vector<std::byte> values(array.bytes);
+  array.read(values);
+  for (size_t i = 0; i * array.width() < values.size(); ++i) {
+    int64_t label = 0;
+    std::memcpy(&label, &values[i * array.width()], array.width());
+    if (label < 0 || label >= classes)
+      array.refuse("label {} is {}, but the classes are 0 to {}", i, label, classes - 1);
+    data.labels.push_back(static_cast<int32_t>(label));
+  }
 }
 
 }  // namespace
