@@ -197,17 +197,8 @@ void list_formats() {
       "|---|---|---|---|---|---|\n");
   for (Wire wire : wire_formats()) {
     std::vector<std::string> options;
-    if (const auto format = wire->copy()) {
-      for (const FormatOption& option : format->choices()) {
-        options.push_back(fmt::format("`{}={}` ({})", option.key, option.text(),
-                                      option.words.empty() ? fmt::format("{}..{}", option.least, option.most)
-                                                           : fmt::to_string(fmt::join(option.words, "\\|"))));
-      }
-    }
-    if (wire->stochastic) {
-      options.push_back(fmt::format("`round={}` (nearest\\|stochastic)",
-                                    wire->rounding == Rounding::nearest ? "nearest" : "stochastic"));
-    }
+    for (const auto& [option, values] : option_texts(wire))
+      options.push_back(fmt::format("`{}` ({})", option, CLI::detail::find_and_replace(values, "|", "\\|")));
     fmt::print("| `{}` | {:.4g} | {} | {} | {} | {} |\n", wire->name, wire->bytes_per_value(),
                wire->exact ? "0" : fmt::format("{:.2g}", wire->gaussian_error), wire->summary,
                fmt::join(options, ", "), wire->source);

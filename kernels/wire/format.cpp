@@ -244,6 +244,21 @@ Wire wire_format(std::string_view spec) {
   return intern_wire_format(*variant);
 }
 
+std::vector<std::pair<std::string, std::string>> option_texts(Wire format) {
+  std::vector<std::pair<std::string, std::string>> all;
+  const auto variant = format->copy();
+  for (const FormatOption& o : variant != nullptr ? variant->choices() : std::vector<FormatOption>()) {
+    all.emplace_back(fmt::format("{}={}", o.key, o.text()), o.words.empty()
+                                                                ? fmt::format("{}..{}", o.least, o.most)
+                                                                : fmt::to_string(fmt::join(o.words, "|")));
+  }
+  if (format->stochastic) {
+    all.emplace_back(format->rounding == Rounding::nearest ? "round=nearest" : "round=stochastic",
+                     "nearest|stochastic");
+  }
+  return all;
+}
+
 std::vector<Wire> example_wire_formats() {
   std::vector<Wire> all;
   for (Wire format : wire_formats()) {

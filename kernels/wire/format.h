@@ -245,6 +245,8 @@ Wire intern_wire_format(WireFormat& variant);
 // tests without user input.
 Wire wire_format(std::string_view spec);
 
+// Returns the options of a format's specs for lists of formats: {"block=32", "8..1024"}, with the default.
+std::vector<std::pair<std::string, std::string>> option_texts(Wire format);
 // Returns all formats of the table, plus variants with options whose code differs, for tests and benches.
 std::vector<Wire> example_wire_formats();
 

@@ -83,20 +83,17 @@ void plan(const RunOptions& options) {
 }
 
 void formats() {
+  constexpr size_t kColumn = 46;  // of the last column's texts
   std::string text;
   const auto row = [&](const std::string& spec, const std::string& bytes, const std::string& less,
                        const std::string& error, const std::string& what) {
-    text +=
-        fmt::format("{:<15} {:>11} {:>7} {:>8}  {}\n", spec, bytes, less, error, wrapped(what, 108, 46, 46));
+    text += fmt::format("{:<15} {:>11} {:>7} {:>8}  {}\n", spec, bytes, less, error,
+                        wrapped(what, std::max(text_columns(), kColumn + 20), kColumn, kColumn));
   };
   row("spec", "bytes/value", "smaller", "error", "what is sent; options and their defaults");
   for (Wire wire : wire_formats()) {
     std::string what = wire->summary;
-    const auto variant = wire->copy();
-    for (const FormatOption& option : variant != nullptr ? variant->choices() : std::vector<FormatOption>())
-      what += fmt::format("; {}={} ({})", option.key, option.text(),
-                          option.words.empty() ? fmt::format("{}..{}", option.least, option.most)
-                                               : fmt::to_string(fmt::join(option.words, "|")));
+    for (const auto& [option, values] : option_texts(wire)) what += fmt::format("; {} ({})", option, values);
     const double bytes = wire->bytes_per_value();
     row(wire->name, fmt::format("{:.4g}", bytes), fmt::format("{:.3g}x", sizeof(float) / bytes),
         wire->exact ? "0" : fmt::format("{:.2g}", wire->gaussian_error), what);
@@ -105,7 +102,7 @@ void formats() {
   row("randk:ratio=X", "4 X", "1/X", "1 - X", "a share X of the values, the same ones on every rank");
   row("dion:rank=R", "-", "-", "-", "an optimizer that sends factors: --optimizer dion:rank=R");
   text += "\nError: expected square of what one encode loses of normal values, over their square.\n\n";
-  say(text + wrapped("A spec is " + CompressionSpec::grammar(), 108, 0, 2));
+  say(text + wrapped("A spec is " + CompressionSpec::grammar(), text_columns(), 0, 2));
 }
 
 namespace {
