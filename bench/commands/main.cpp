@@ -50,6 +50,7 @@ int main(int argc, char** argv) {
       commands.push_back(make(app));
     }
     gradwire::check_paths(app);
+    gradwire::check_command(app, argc > 1 ? argv[1] : "-");
     app.parse(argc, argv);
     const auto chosen =
         std::find_if(commands.begin(), commands.end(), [](const auto& c) { return c->chosen(); });

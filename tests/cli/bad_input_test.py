@@ -78,7 +78,8 @@ class BadInput(CommandTest):
                              ("--data mnist", "fashion-mnist"), ("--optimizer adam", "adamw"),
                              ("--device gpu", "cuda"), ("--device cpu", "host")):
             self.refuse(words.split(), f"did you mean '{meant}'?")
-        self.assert_refused(self.run_command("trian", "--steps", 2), "'trian'; did you mean 'train'?")
+        for flag in ("--steps=2", "--help"):
+            self.assert_refused(self.run_command("trian", flag), "'trian'; did you mean 'train'?")
         self.assert_refused(self.run_command("compare", "--seed"), "see gradwire compare --help")
         self.name = "gradwire-bench"
         bench = pathlib.Path(self.program).with_name(self.name)

@@ -141,11 +141,14 @@ class Compare(CommandTest):
             self.assertAlmostEqual(row["final_loss_std"], statistics.stdev(losses))
             self.assertAlmostEqual(row["test_accuracy_std"],
                                    statistics.stdev(s["test_accuracy"] for s in row["seeds"]))
-        alone = self.succeed("train", *SYNTHETIC, "--ranks", 2, "--steps", 2, "--compression", "bf16",
-                             "--seed", 9, "--log", "alone.jsonl")
+        log = rows[1]["seeds"][2]["log"]
+        self.succeed("train", *SYNTHETIC, "--ranks", 2, "--steps", 2, "--compression", "bf16", "--seed", 9,
+                     "--log", "alone.jsonl")
+        self.succeed("train", "--like", log, "--log", "like.jsonl")
         numbers = lambda log: [(r.get("loss"), r.get("test_loss")) for r in self.records(log)
                                if r["type"] in ("step", "eval")]
-        self.assertEqual(numbers("alone.jsonl"), numbers(rows[1]["seeds"][2]["log"]))
+        self.assertEqual(numbers("alone.jsonl"), numbers(log))
+        self.assertEqual(numbers("like.jsonl"), numbers(log))
 
     def test_target_accuracy_is_the_time_of_the_first_evaluation_that_reaches_it(self):
         def seconds_to(target):

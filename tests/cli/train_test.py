@@ -121,13 +121,16 @@ class Train(CommandTest):
                 self.assertIn(f"Settings that were not given are those of {whole}", out)
                 self.assertEqual(numbers(again), numbers(whole))
                 self.assertEqual(settings(again), {**settings(whole), "trace": None, "trace_steps": None})
+                self.assertIn("--seed=3", settings(again)["flags"])
                 self.succeed("train", "--like", whole, "--log", other, "--seed", 4, "--epochs", 0.5)
                 self.assertNotEqual(numbers(other)[1], numbers(whole)[1])
-                changed = {"seed": 4, "steps": 6, "epochs": 0.5, "warmup_steps": 0}
+                changed = ("seed", "steps", "epochs", "warmup_steps", "flags")
                 self.assertEqual({k: v for k, v in settings(other).items() if k not in changed},
                                  {k: v for k, v in settings(again).items() if k not in changed})
         self.assertFalse((self.folder / "trace.json").exists())
-        for text, part in (("", "not the log of a run"), ('{"type": "run"}', "lacks settings")):
+        for text, part in (("", "not the log of a run"), ('{"type": "run"}', "lacks the flags"),
+                           ('{"type": "run", "ranks": 2, "flags": ["--nil=1"]}', "--nil"),
+                           ('{"type": "run", "ranks": 2, "flags": [7]}', "damaged")):
             (self.folder / "bad").write_text(text)
             self.assert_refused(self.run_command("train", "--like", "bad"), "--like bad", part)
 

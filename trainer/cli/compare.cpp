@@ -52,6 +52,11 @@ std::vector<PlannedRun> plan_runs(const Resolved& run, int seeds) {
         planned.config.ends_diverged = true;
         planned.config.bucket_mb = mb;
         planned.config.seed = run.config.seed + static_cast<uint64_t>(s);
+        std::vector<std::string>& flags = planned.config.flags;
+        std::erase_if(flags, [](const std::string& flag) { return flag.starts_with("--seed="); });
+        flags.push_back("--compression=" + compression.to_string());
+        flags.push_back(fmt::format("--bucket-mb={}", mb));
+        flags.push_back(fmt::format("--seed={}", planned.config.seed));
         if (run.buckets_mb.size() > 1) planned.title += fmt::format(", buckets of {:g} MiB", mb);
         if (seeds > 1) planned.title += fmt::format(", seed {}", planned.config.seed);
         if (!run.config.trace.empty()) {

@@ -32,6 +32,13 @@ std::string wrapped(const std::string& text, size_t width, size_t used, size_t i
   return out;
 }
 
+size_t text_columns() {
+  constexpr int kLeast = 40, kUsual = 100, kMost = 110;
+  const char* given = environment("COLUMNS");
+  const auto number = parse_number<int>(given != nullptr ? given : "", 1);
+  return static_cast<size_t>(std::clamp(number ? *number : terminal_columns(stdout, kUsual), kLeast, kMost));
+}
+
 namespace {
 
 // Splits a type of CLI11 with its validator, such as "UINT:INT in [1 - 64]", into our words: "N", "1 to 64".
@@ -118,14 +125,7 @@ class HelpFormatter final : public CLI::Formatter {
     return line + wrapped(text, width_, column, column) + "\n";
   }
 
-  static size_t columns() {
-    constexpr int kLeast = 40, kUsual = 100, kMost = 110;
-    const char* given = environment("COLUMNS");
-    const auto number = parse_number<int>(given != nullptr ? given : "", 1);
-    return static_cast<size_t>(
-        std::clamp(number ? *number : terminal_columns(stdout, kUsual), kLeast, kMost));
-  }
-  const size_t width_ = columns();
+  const size_t width_ = text_columns();
 };
 
 // Parses a number strictly. CLI11's parser reads "" as 0 and 010 as octal, and wraps -1 to an unsigned
@@ -412,6 +412,12 @@ void check_muon(const TrainConfig& config) {
 
 namespace {
 
+std::vector<std::string> command_names(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::App* command : app.get_subcommands({})) names.push_back(command->get_name());
+  return names;
+}
+
 std::string unexpected_text(const CLI::App& app, const CLI::App& command) {
   const std::vector<std::string> rest = app.remaining(true);
   const auto flag = std::ranges::find_if(rest, [](const std::string& word) { return word[0] == '-'; });
@@ -436,15 +442,8 @@ std::string message_text(const CLI::App& app, const CLI::ParseError& error) {
   std::replace(text.begin(), text.end(), '\n', ' ');
   std::smatch found;
   const auto is = [&](const char* pattern) { return std::regex_match(text, found, std::regex(pattern)); };
-  if (is("A subcommand is required")) {
-    std::vector<std::string> names;
-    for (const CLI::App* command : app.get_subcommands({})) names.push_back(command->get_name());
-    const std::vector<std::string> words = app.remaining(true);
-    const auto word = std::ranges::find_if(words, [](const std::string& text) { return text[0] != '-'; });
-    if (word == words.end()) return fmt::format("name a command: {}", fmt::join(names, ", "));
-    return fmt::format("unknown command '{}'{}; use {}", *word,
-                       suggestion(*word, {names.begin(), names.end()}), fmt::join(names, ", "));
-  }
+  if (is("A subcommand is required"))
+    return fmt::format("name a command: {}", fmt::join(command_names(app), ", "));
   if (is("(\\S+): At Most 1 required but received (\\d+)")) {
     return fmt::format("{} is given {} times; give it once", found.str(1), found.str(2));
   }
@@ -470,6 +469,13 @@ std::string message_text(const CLI::App& app, const CLI::ParseError& error) {
 }
 
 }  // namespace
+
+void check_command(const CLI::App& app, const std::string& word) {
+  const std::vector<std::string> names = command_names(app);
+  if (word.starts_with('-') || std::ranges::find(names, word) != names.end()) return;
+  throw BadInput("unknown command '{}'{}; use {}; see {} --help", word,
+                 suggestion(word, {names.begin(), names.end()}), fmt::join(names, ", "), app.get_name());
+}
 
 std::string parse_error_text(const CLI::App& app, const CLI::ParseError& error) {
   const std::vector<const CLI::App*> parsed =

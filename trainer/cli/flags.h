@@ -50,19 +50,25 @@ struct FileOptions {
 // Returns the formatter of --help: wrapped at words to the terminal's width, at most 110 columns, with ranges
 // and defaults behind each flag's text. A command's footer has an example in each line.
 std::shared_ptr<CLI::FormatterBase> help_formatter();
+// Returns the columns of texts for the terminal: those of the terminal or of COLUMNS, from 40 to 110.
+size_t text_columns();
 // Adds the flags of Setting::kTrain, kCompare, kDoctor or kPlan.
 void add_run_flags(CLI::App& command, int which, RunOptions& options);
 // Wraps a text at blanks to at most `width` columns, of which the first line has used `used`. Further lines
 // begin with `indent` blanks; `end` ends all lines but the last.
 std::string wrapped(const std::string& text, size_t width, size_t used, size_t indent, const char* end = "");
 
-// Returns the flags of `train`, "--lr=0.01", that repeat the run of a log, without the flags that are given
-// and that name files to write. `launched`: a launcher sets the number of ranks. Throws BadInput for a file
-// that is not the log of a run.
+// Returns the given flags of a command, such as "--lr=0.01", with which `train` repeats the run: those of
+// train, without those that write files.
+std::vector<std::string> repeatable_flags(const CLI::App& command);
+// Returns the flags of the run of a log which are not given to `train` and which no given flag excludes.
+// `launched`: a launcher sets the number of ranks. Throws BadInput for a file that is not the log of a run.
 std::vector<std::string> flags_like(const std::string& log, const CLI::App& train, bool launched);
 // Adds top, report, export and formats.
 void add_file_commands(CLI::App& app, FileOptions& options);
 
+// Throws BadInput if the first word of a command line is neither a flag nor a command.
+void check_command(const CLI::App& app, const std::string& word);
 // Returns the message of an error of app.parse(): the flag or word that is wrong, and the remedy.
 std::string parse_error_text(const CLI::App& app, const CLI::ParseError& error);
 

@@ -271,18 +271,20 @@ int report(const char* text, int code) {
   return code;
 }
 
-// Throws BadInput if the run would overwrite its --log. Resumed runs and joiners append to it. Where --resume
-// found no checkpoint, copies the older file, since a command that is repeated until it ends must not fail,
-// and adds a note.
+// Throws BadInput if the run would overwrite its --log, on every rank that sees the file, so that no rank
+// waits for the others. Resumed runs and joiners append to it. Where --resume found no checkpoint, rank 0
+// copies the older file, since a command that is repeated until it ends must not fail, and adds a note.
 void keep_log(const RunOptions& o, Resolved& run) {
-  if (o.log.empty() || !run.config.resume.empty() || !o.join.empty() || o.dry_run) return;
-  if (!OutputFile::would_be_regular(o.log) || !holds_data(o.log)) return;
+  if (o.log.empty() || !run.config.resume.empty() || !o.join.empty() || o.dry_run || !holds_data(o.log))
+    return;
+  if (!OutputFile::would_be_regular(o.log)) return;
   if (o.resume.empty()) {
     throw BadInput(
         "--log {}: the file is not empty, and a new run would overwrite it; name another file, or remove "
         "this one",
         o.log);
   }
+  if (!leads(o)) return;
   std::string older;
   for (int n = 1; older.empty() || std::filesystem::exists(older); ++n)
     older = fmt::format("{}.{}", o.log, n);
@@ -301,7 +303,7 @@ int train(const RunOptions& options) {
     check_all_different(
         {{"auto:plan", run.automatic->plan}, {"--log", options.log}, {"--trace", options.trace}});
   }
-  if (leads(options)) keep_log(options, run);
+  keep_log(options, run);
   if (!options.like.empty()) run.notes.push_back("Settings that were not given are those of " + options.like);
   if (leads(options)) say_start(run, options);
   if (options.dry_run) {
@@ -350,11 +352,6 @@ void detect_launch(RunOptions& options) {
   }
 }
 
-constexpr const char* kTrainExamples =
-    "  gradwire train --model vit_tiny --data fashion-mnist --ranks 4 --compression powersgd:rank=4\n"
-    "  gradwire train --data synthetic --steps 100 --ranks 2 --compression int8 --log run.jsonl\n"
-    "  gradwire train --checkpoint run --resume run";
-
 int parse_and_run(int argc, char** argv) {
   CLI::App app{
       "Trains vision transformers with compressed gradients, and shows what the compression cost and saved. "
@@ -371,7 +368,10 @@ int parse_and_run(int argc, char** argv) {
 
   RunOptions options, doctor_options = doctor_defaults(), plan_options = doctor_defaults();
   CLI::App* train_command = app.add_subcommand("train", "Train a model");
-  train_command->footer(kTrainExamples);
+  train_command->footer(
+      "gradwire train --model vit_tiny --data fashion-mnist --ranks 4 --compression powersgd:rank=4\n"
+      "gradwire train --data synthetic --steps 100 --ranks 2 --compression int8 --log run.jsonl\n"
+      "gradwire train --checkpoint run --resume run");
   add_run_flags(*train_command, Setting::kTrain, options);
   CLI::App* compare_command = app.add_subcommand(
       "compare", "Train once per --compression and seed, everything else the same, and print one table");
@@ -411,11 +411,13 @@ int parse_and_run(int argc, char** argv) {
     words = {"--version"};
   }
   if (words.empty()) std::fputs(app.help().c_str(), stdout);
+  check_command(app, words.empty() ? "-" : words.back());
   // A train without flags is probably a question, and training takes minutes. A script whose flags got lost
   // must not look like success.
   if (words == std::vector<std::string>{"train"}) {
     report("train needs a flag, such as --model; gradwire train --help lists all", kBadInput);
-    std::fprintf(stderr, "Examples:\n%s\n", kTrainExamples);
+    fmt::print(stderr, "Examples:\n  {}\n",
+               CLI::detail::find_and_replace(train_command->get_footer(), "\n", "\n  "));
     return kBadInput;
   }
   try {
@@ -426,6 +428,7 @@ int parse_and_run(int argc, char** argv) {
       words.insert(words.begin(), like.begin(), like.end());
       app.parse(std::move(words));
     }
+    options.flags = repeatable_flags(train_command->parsed() ? *train_command : *compare_command);
   } catch (const CLI::Success& success) {
     return app.exit(success);  // --help, --version
   } catch (const CLI::ParseError& error) {

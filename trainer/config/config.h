@@ -160,9 +160,10 @@ struct TrainConfig {
   std::string gradients_directory;  // folder for rank 0's gradients of one step; empty: none
   int64_t gradients_step = -1;      // the step whose gradients are written
 
-  std::string trace;      // trace file; empty: none
-  StepRange trace_steps;  // steps in the trace
-  bool profiles = false;  // CUDA's profiler covers the same steps
+  std::string trace;               // trace file; empty: none
+  StepRange trace_steps;           // steps in the trace
+  std::vector<std::string> flags;  // of the command line, with which train --like repeats the run
+  bool profiles = false;           // CUDA's profiler covers the same steps
 
   double timeout_s = 60;  // maximum wait for a peer in one operation
 

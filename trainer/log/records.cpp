@@ -49,7 +49,7 @@ std::string run_record(const TrainConfig& config, const DataSplits& data, const 
       info.parameters, "tensors", info.tensors, "buckets", info.buckets, "schedule", info.schedule,
       "schedule_reason", info.schedule_reason, "reducer_extra_bytes", info.reducer_extra_bytes, "peak_tflops",
       info.peak_tflops, "copy_gb_per_s", info.copy_gb_per_s, "fma_share", info.fma_share, "products",
-      info.products.empty() ? Json(nullptr) : Json(info.products));
+      info.products.empty() ? Json(nullptr) : Json(info.products), "flags", config.flags);
   return json_text(json);
 }
 

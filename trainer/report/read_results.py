@@ -18,7 +18,8 @@ FIGURES = ("step_ms", "images_per_s", "wire_bytes", "dense_bytes", "exposed_comm
 NOT_SETTINGS = {
     "type", "schema", "version", "seed", "init", "resume", "checkpoint", "dump_gradients", "trace",
     "trace_steps", "timeout_s", "parameters", "tensors", "buckets", "schedule",
-    "schedule_reason", "reducer_extra_bytes", "peak_tflops", "copy_gb_per_s", "fma_share", "products"
+    "schedule_reason", "reducer_extra_bytes", "peak_tflops", "copy_gb_per_s", "fma_share", "products",
+    "flags"
 }
 # Results of gradwire-bench: title, fields by which a file is recognized, fields that name a line, x, y.
 BENCHES = (
