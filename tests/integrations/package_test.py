@@ -168,7 +168,6 @@ class Package(unittest.TestCase):
                 self.assertIn("int9", str(error))
                 self.assertEqual(len(traceback.extract_tb(error.__traceback__)), 2)  # with this one
 
-
     def test_import_needs_neither_torch_nor_numpy(self) -> None:
         code = ONE_RANK + "import sys; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
         self.assertEqual(self.output(code), "[]")

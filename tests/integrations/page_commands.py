@@ -13,6 +13,7 @@ without a command.
 """
 from __future__ import annotations
 
+import collections
 import os
 import pathlib
 import re
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from typing import Dict, Iterator, List, NamedTuple, Set, Tuple
+from typing import Counter, Dict, Iterator, List, NamedTuple, Set, Tuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # The pages of each of the tests. The last group has all other pages.
@@ -94,6 +95,10 @@ OTHER = ("Over emulated links of", "backward: gradients", "[![ci]", "from gradwi
          "ranks disagree:", "connection lost (", "gw_comm_query", "sum over ranks of", "reduce-scatter",
          "702 steps in", "Rank 2 was", "include/gradwire/gradwire.h")
 SHELL = ("", "sh", "bash", "console")  # languages of blocks that may be commands
+# The fenced and the indented blocks of a page.
+BLOCKS = re.compile(r"(?ms)^```(?P<language>[^\n]*)\n(.*?)^```|(?<=\n\n)( {4}[^\n]*(?:\n+ {4}[^\n]*)*)")
+# The commands of a block. Lines that end with a backslash continue.
+COMMANDS = re.compile(r"(?ms)^(?:for .*?\bdone\b|(?:[^\n]*\\\n)*)[^\n]*")
 # The pages of page_examples.py, whose other blocks that program runs.
 EXAMPLES = {"docs/" + name + ".md"
             for name in ("for-pytorch", "for-fsdp", "for-jax", "for-trainers", "extending")}
@@ -124,41 +129,23 @@ class Command(NamedTuple):
     def place(self) -> str:
         return f"{self.block.page}:{self.line}"
 
+    @property
+    def way(self) -> str:
+        return ("not run" if self.reason else "as printed" if self.shorter == self.text
+                else "in a shorter form")
+
 
 def pages() -> List[str]:
     docs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
     return [*GROUPS["readme"], *docs]
 
 
-def blocks_of(page: str) -> List[Block]:
-    """Returns the fenced and the indented blocks of a page."""
-    found: List[Block] = []
-    lines = (ROOT / page).read_text().splitlines()
-    block: List[str] = []
-    fence, begin = None, 0
-
-    def close(language: str) -> None:
-        text = textwrap.dedent("\n".join(block)).split("\n")
-        found.append(Block(page, begin + 1, text, language, "\n".join(lines[:begin])))
-
-    for number, line in enumerate([*lines, "end"]):
-        if fence is not None:
-            if line.startswith("```"):
-                close(fence)
-                fence, block = None, []
-            else:
-                block.append(line)
-        elif line.startswith("```"):
-            fence, begin, block = line[3:].strip(), number + 1, []
-        elif line.startswith("    ") and (block or not lines[number - 1]):
-            begin = begin if block else number
-            block.append(line[4:])
-        elif block and not line:
-            block.append("")
-        elif block:
-            close("")
-            block = []
-    return found
+def blocks_of(page: str) -> Iterator[Block]:
+    text = (ROOT / page).read_text()
+    for match in BLOCKS.finditer(text):
+        before = text[:match.start(match.lastindex or 0)]
+        lines = textwrap.dedent(match[match.lastindex or 0]).rstrip().split("\n")
+        yield Block(page, before.count("\n") + 1, lines, (match["language"] or "").strip(), before)
 
 
 def shorten(text: str) -> Tuple[str, Set[str]]:
@@ -171,22 +158,14 @@ def shorten(text: str) -> Tuple[str, Set[str]]:
 
 
 def commands_of(block: Block) -> Iterator[Command]:
-    """Yields a block's commands. Lines that end with a backslash continue."""
-    text, begin = "", 0
-    for number, line in enumerate(block.lines, block.line):
-        begin = begin if text else number
-        text += line
-        if text.startswith("for ") and not re.search(r"\bdone\b", text):
-            text += "\n"
-            continue
-        if text.endswith("\\"):
-            text = text[:-1].rstrip() + " "
-            continue
-        words = re.sub(r"(^|\s+)# .*|^#.*", "", re.sub(r" {2,}", " ", text)).strip()
-        text = ""
+    text = "\n".join(block.lines)
+    for match in COMMANDS.finditer(text):
+        words = re.sub(r" {2,}", " ", re.sub(r"\s*\\\n", " ", match[0]))
+        words = re.sub(r"(^|\s+)# .*|^#.*", "", words).strip()
         if words:
             reason = next((why for pattern, why in NOT_RUN if re.match(pattern, words)), "")
-            yield Command(block, begin, words, reason, shorten(words)[0])
+            line = block.line + text.count("\n", 0, match.start())
+            yield Command(block, line, words, reason, shorten(words)[0])
 
 
 def all_commands() -> List[Command]:
@@ -194,8 +173,8 @@ def all_commands() -> List[Command]:
             for command in commands_of(block)]
 
 
-def make_checkout(folder: pathlib.Path, build: pathlib.Path, programs: List[str]) -> None:
-    """Makes a folder that looks like this checkout with some of the programs built."""
+def make_checkout(folder: pathlib.Path, build: pathlib.Path) -> None:
+    """Makes a folder that looks like this checkout, without programs."""
     for path in ROOT.iterdir():
         if not path.name.startswith("build") and path.name not in (".git", "dist"):
             (folder / path.name).symlink_to(path)
@@ -205,22 +184,22 @@ def make_checkout(folder: pathlib.Path, build: pathlib.Path, programs: List[str]
     for name in ("python", "python3"):
         (folder / ".bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
         (folder / ".bin" / name).chmod(0o755)
-    build_programs(folder, build, programs)
 
 
-def build_programs(folder: pathlib.Path, build: pathlib.Path, programs: List[str]) -> None:
-    for name in programs:
-        if not (folder / "build/bin" / name).exists():
-            (folder / "build/bin" / name).symlink_to(build / "bin" / name)
+def add_programs(folder: pathlib.Path, build: pathlib.Path, pattern: str) -> None:
+    for program in (build / "bin").glob(pattern):
+        if not (folder / "build/bin" / program.name).exists():
+            (folder / "build/bin" / program.name).symlink_to(program)
 
 
-def run_page(page: str, build: pathlib.Path) -> Tuple[Dict[str, int], List[str]]:
+def run_page(page: str, build: pathlib.Path) -> Tuple[Counter[str], List[str]]:
     """Runs a page's commands. Returns how many ran in which way, and the failures."""
-    counts, failures = {"as printed": 0, "in a shorter form": 0, "not run": 0}, []
-    everything = [path.name for path in (build / "bin").iterdir()]
+    counts: Counter[str] = collections.Counter()
+    failures = []
     with tempfile.TemporaryDirectory(prefix="gradwire-page-") as name:
         folder = pathlib.Path(name)
-        make_checkout(folder, build, ["gradwire"] if page == "README.md" else everything)
+        make_checkout(folder, build)
+        add_programs(folder, build, "gradwire" if page == "README.md" else "*")
         environment = {
             **os.environ, "PATH": f"{folder}/.bin:{folder}/build/bin:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT / "integrations/python"), "PYTHONDONTWRITEBYTECODE": "1",
@@ -231,50 +210,42 @@ def run_page(page: str, build: pathlib.Path) -> Tuple[Dict[str, int], List[str]]
                        stdout=subprocess.DEVNULL)
         for block in filter(lambda b: b.of_commands, blocks_of(page)):
             if re.search("after `make build`", block.before, re.IGNORECASE):
-                build_programs(folder, build, everything)
+                add_programs(folder, build, "*")
             exports = ""
             for command in commands_of(block):
-                reason = command.reason
                 program = command.text.split()[0]
-                if program in OPTIONAL and not shutil.which(program):
-                    reason = reason or f"{program} is not installed here"
+                reason = command.reason or (f"{program} is not installed here" if program in OPTIONAL
+                                            and not shutil.which(program) else "")
+                counts[command.way if not reason else "not run"] += 1
                 if reason:
-                    counts["not run"] += 1
                     print(f"{command.place}: not run: {command.text}\n    {reason}", flush=True)
                     continue
-                counts["as printed" if command.shorter == command.text else "in a shorter form"] += 1
                 exports += f"{command.text}\n" if program == "export" else ""
                 begin = time.monotonic()
-                try:
-                    done = subprocess.run(["bash", "-c", exports + command.shorter], cwd=folder, text=True,
-                                          env=environment, stdin=subprocess.DEVNULL, timeout=120,
-                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-                    code, output = done.returncode, done.stdout
-                except subprocess.TimeoutExpired:
-                    code, output = -1, "longer than 120 s: add a shorter form to page_commands.SHORTER\n"
+                done = subprocess.run(["timeout", "120", "bash", "-c", exports + command.shorter], cwd=folder,
+                                      text=True, env=environment, stdin=subprocess.DEVNULL,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
                 print(f"{command.place}: {time.monotonic() - begin:.1f} s: {command.shorter}", flush=True)
-                if code:
-                    failures.append(f"{command.place}: exit code {code}: {command.shorter}\n{output[-1500:]}")
+                if done.returncode:
+                    failures.append(f"{command.place}: exit code {done.returncode} (124: after 120 s; add a "
+                                    f"shorter form to SHORTER): {command.shorter}\n{done.stdout[-1500:]}")
     return counts, failures
 
 
 def main() -> int:
     if sys.argv[1:] == ["--list"]:
         for command in all_commands():
-            how = command.reason and f"not run: {command.reason}" or (
-                "as printed" if command.shorter == command.text else f"as: {command.shorter}")
-            print(f"{command.place}: {command.text}\n    {how}")
+            print(f"{command.place}: {command.text}\n    {command.way}: {command.reason or command.shorter}")
         return 0
     build, groups = pathlib.Path(sys.argv[1]).resolve(), sys.argv[2:]
     named = {page for group in GROUPS.values() for page in group}
     GROUPS["others"] = [page for page in pages() if page not in named]
-    totals: Dict[str, int] = {}
+    totals: Counter[str] = collections.Counter()
     failures = []
     for page in [page for group in groups for page in GROUPS[group]]:
         counts, failed = run_page(page, build)
+        totals += counts
         failures += failed
-        for way, count in counts.items():
-            totals[way] = totals.get(way, 0) + count
     print("Commands: " + ", ".join(f"{count} {way}" for way, count in totals.items()))
     print("\n".join(f"FAILED: {failure}" for failure in failures))
     return 1 if failures else 0

@@ -17,7 +17,6 @@ without dpkg.
 """
 import ast
 import collections
-import json
 import pathlib
 import re
 import subprocess
@@ -316,23 +315,18 @@ class Uses:
 
 def containers(root):
     """Returns what is wrong with the files that start from a bare system, and with setup.sh on other systems."""
-    docker, workflow, made = ((root / name).read_text() for name in (
-        "Dockerfile", ".github/workflows/ci.yml", ".devcontainer/devcontainer.json"))
+    docker, made, workflow, makefile = ((root / name).read_text() for name in (
+        "Dockerfile", ".devcontainer/devcontainer.json", ".github/workflows/ci.yml", "Makefile"))
     listed = {*setup_list(root, ("required", "demo", "tests"))}
     shown = subprocess.run(["/bin/bash", root / "scripts/setup.sh"], env={"PATH": "/nowhere"},
                            capture_output=True, text=True).stdout  # as on a system without dpkg
     wrong = [f"without dpkg, scripts/setup.sh does not name {name}" for name in listed - {*shown.split()}]
-    if not re.search(r"^COPY (scripts/setup\.sh) (\S+)\nRUN \2\b", docker, re.M):
-        wrong.append("the Dockerfile does not copy scripts/setup.sh and run it")
-    if f" AS {json.loads(made)['build']['target']}\n" not in docker:
-        wrong.append(".devcontainer/devcontainer.json names no stage of the Dockerfile")
-    for words in re.findall(r"apt-get (?:-\S+ )*install -y (.*)", workflow):
-        wrong += [f"the workflow installs {name}, which scripts/setup.sh does not list"
-                  for name in {*words.split()} - listed]
-    targets = re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M)
-    for words in re.findall(r"\bmake (?:-C \S+ )?([a-z -]+)", workflow + docker + made):
-        wrong += [f"a container runs make {name}, which is missing" for name in {*words.split()} - {*targets}]
-    return "\n".join(wrong)
+    if not re.search(r'(?s)AS (\w+)\nCOPY scripts/setup\.sh (\S+)\nRUN \2\b.*"target": "\1"', docker + made):
+        wrong.append("the stage of .devcontainer in the Dockerfile does not copy scripts/setup.sh and run it")
+    known = listed.union(re.findall(r"^([a-z-]+):", makefile, re.M))
+    words = re.findall(r"(?:install -y|\bmake(?: -C \S+)?) ([a-z -]+)", docker + made + workflow)
+    return "\n".join(wrong + [f"neither scripts/setup.sh nor Makefile has {name}, which a container uses"
+                              for name in {*" ".join(words).split()} - known])
 
 
 def main():

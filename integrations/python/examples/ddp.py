@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.torch import compress
 
 
-
 def train(spec, steps=60, warm_up=20):
     """Trains a new model; spec None: without Gradwire. Returns its loss, ms per step, and hook.stats()."""
     torch.manual_seed(0)

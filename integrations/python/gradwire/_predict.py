@@ -7,6 +7,7 @@ Forward, backward and compression are measured on this machine; sending is compu
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import os
 import re
@@ -15,13 +16,14 @@ import statistics
 import sys
 import time
 import traceback
-from typing import Any, Callable, Counter, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 
 from gradwire import _auto, _native, _reducer
 from gradwire._buckets import spec_for
 from gradwire._communicator import Communicator
+from gradwire._spec import matrix
 from gradwire.doctor import on_two_ranks
 
 _MEASURE_S, _LEAST = 3.0, 3  # time of the timed steps, and their least number
@@ -31,25 +33,14 @@ _PACKET = 1514 / 1448  # bytes of a full Ethernet packet per byte of payload
 _TIE = 1.05  # as gw_choose()
 
 
-class Costs(NamedTuple):
-    """What was measured of a model."""
-
-    step_ms: float  # forward and backward
-    backward_ms: float
-    buckets: List[int]  # bytes of each DDP bucket, in the order of backward
-    specs: Dict[str, Tuple[float, float, float]]  # error of one encode, ms to compress, bytes of two ranks
-
-
-class Prediction(NamedTuple):
-    """A step with a spec, in milliseconds; `sent`: bytes that a rank sends."""
-
-    spec: str
-    error: float
-    sent: float
-    compress_ms: float
-    send_ms: float
-    exposed_ms: float
-    step_ms: float
+# What was measured. step_ms: forward and backward; buckets: bytes of DDP's buckets, in the order of backward;
+# specs: error of one encode, ms to compress, bytes that one of two ranks sends.
+Costs = NamedTuple("Costs", [("step_ms", float), ("backward_ms", float), ("buckets", List[int]),
+                             ("specs", Dict[str, Tuple[float, float, float]])])
+# A step with a spec. sent: bytes that a rank sends.
+Prediction = NamedTuple("Prediction", [
+    ("spec", str), ("error", float), ("sent", float), ("compress_ms", float), ("send_ms", float),
+    ("exposed_ms", float), ("step_ms", float)])
 
 
 def link_of(text: str) -> Tuple[float, float]:
@@ -59,9 +50,8 @@ def link_of(text: str) -> Tuple[float, float]:
     if found is None or float(found[1]) == 0:
         raise _native.BadArgument(f"--link {text!r} is not RATE[,DELAY]: write for example 1Gbit, 100Mbps or "
                                   "10Gbit,50us")
-    scale = 1000.0 ** " kmgt".index(found[2].lower() or " ")
-    unit = {"us": 1e-3, "ms": 1.0, "s": 1e3}[found[4] or "ms"]
-    return float(found[1]) * scale, float(found[3] or 0) * unit
+    return (float(found[1]) * 1000.0 ** " kmgt".index(found[2].lower() or " "),
+            float(found[3] or 0) * {"us": 1e-3, "s": 1e3}.get(found[4], 1.0))
 
 
 def load(place: str) -> Tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
@@ -98,10 +88,8 @@ def measure(place: str, specs: Sequence[str]) -> Costs:
         try:
             start = time.perf_counter()
             value = loss()
-            _synchronize(value)
             middle = time.perf_counter()
             value.backward()
-            _synchronize(value)
         except Exception as error:
             raise _failed(place, error) from error
         end = time.perf_counter()
@@ -125,41 +113,31 @@ def measure(place: str, specs: Sequence[str]) -> Costs:
     return Costs(step_ms, backward_ms, buckets, _try(specs, gradients))
 
 
-def _synchronize(value: torch.Tensor) -> None:
-    if value.is_cuda:
-        torch.cuda.synchronize(value.device)
-
-
 def _try(specs: Sequence[str], gradients: Dict[str, Any]) -> Dict[str, Tuple[float, float, float]]:
     """Returns Costs.specs: averages the gradients over two ranks of this machine, with each spec.
 
     Of large models it averages only each n-th tensor of a shape, and scales the costs.
     """
+    by_shape: Dict[Any, List[Any]] = collections.defaultdict(list)
+    for item in gradients.items():
+        by_shape[item[1].shape].append(item)
     elements = sum(g.numel() for g in gradients.values())
-    seen: Counter[Tuple[int, ...]] = collections.Counter()
-    part = []
-    for name, gradient in gradients.items():
-        if seen[tuple(gradient.shape)] % math.ceil(elements / _SAMPLE) == 0:
-            part.append((name, gradient))
-        seen[tuple(gradient.shape)] += 1
+    part = [item for items in by_shape.values() for item in items[::math.ceil(elements / _SAMPLE)]]
     scale = elements / sum(g.numel() for _, g in part)
     sent_as = [spec_for(spec, part[0][1].dtype) for spec in specs]
     floats = {name: g.detach().to("cpu", torch.float32).contiguous() for name, g in part}
-    shapes = [(name, g.shape[0] if g.dim() else 1, g[0].numel() if g.dim() and len(g) else 1)
-              for name, g in floats.items()]
 
     def rank(comm: Communicator) -> List[Tuple[float, float, float]]:
         trials = _reducer.choose(comm, sent_as, floats, error=1e6).trials
         found = []
         for spec in sent_as:
-            reducer = _reducer.Reducer(comm, spec, shapes)
+            reducer = _reducer.Reducer(comm, spec, [(name, *matrix(g.shape)) for name, g in floats.items()])
             reducer.allreduce([g.clone() for g in floats.values()])
-            sent = float(reducer.stats()["wire_bytes"])
-            found.append((trials[spec].error, trials[spec].communicate_ms, sent))
+            found.append((trials[spec].error, trials[spec].communicate_ms, reducer.stats()["wire_bytes"]))
             reducer.close()
         return found
 
-    first, *_ = on_two_ranks(rank)
+    first, _ = on_two_ranks(rank)
     _, plain_ms, plain_bytes = first[0]
     # What a spec takes beyond moving its bytes within this machine is compression.
     return {spec: (error, scale * max(0.0, ms - plain_ms * sent / plain_bytes), scale * sent)
@@ -168,17 +146,15 @@ def _try(specs: Sequence[str], gradients: Dict[str, Any]) -> Dict[str, Tuple[flo
 
 def predict(costs: Costs, link: Tuple[float, float], ranks: int) -> List[Prediction]:
     """Predicts a step with each spec of `costs` for ranks that have a link_of() each."""
+    shares = [size / sum(costs.buckets) for size in costs.buckets]
     found = []
     for spec, (error, compress_ms, two_ranks_send) in costs.specs.items():
         sent = two_ranks_send * 2 * (ranks - 1) / ranks  # of an allreduce in two halves
-        exchanges = 2 * (2 if "powersgd" in spec else 1) * len(costs.buckets)
+        exchanges = (4 if "powersgd" in spec else 2) * len(shares)
         send_ms = 1e3 * 8 * sent * _PACKET / link[0] + exchanges * link[1]
-        done = end = 0.0
-        for size in costs.buckets:  # sent in order, each when backward has completed it
-            share = size / sum(costs.buckets)
-            done += share
-            end = max(end, costs.backward_ms * done) + send_ms * share
-        exposed_ms = max(0.0, end - costs.backward_ms)
+        # Backward has completed a bucket: the rest of it hides sending this bucket and the later ones.
+        exposed_ms = max(0.0, *(send_ms * (1 - done + share) - costs.backward_ms * (1 - done)
+                                for share, done in zip(shares, itertools.accumulate(shares))))
         found.append(Prediction(spec, error, sent, compress_ms, send_ms, exposed_ms,
                                 costs.step_ms + compress_ms + exposed_ms))
     return found
