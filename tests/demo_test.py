@@ -57,11 +57,12 @@ class Demo(unittest.TestCase):
         names = {"PyTorch, no hook": "PyTorch, fp32", "PyTorch, FP32": "PyTorch, fp32"}
         for page, count in (("README.md", 7), ("docs/for-pytorch.md", len(figures))):
             lines = (ROOT / page).read_text().splitlines()
-            first = next(at for at, line in enumerate(lines) if "MB sent per step | ms per step" in line)
+            first = next(at for at, line in enumerate(lines) if "ms per step |" in line)
             for line in lines[first + 2:first + 2 + count]:
                 name, *cells = (cell.strip(" *x") for cell in line.replace("`", "").split("|")[1:5])
                 name = names.get(name, name.removeprefix("Gradwire "))
-                self.assertEqual(tuple(cells), figures[name][:3], f"{page}: {name}")
+                cells = cells[::-1] if page == "README.md" else cells
+                self.assertEqual(tuple(cells[:3]), figures[name][:3], f"{page}: {name}")
 
     def test_compression_pays_on_the_slow_link_only(self):
         fp32, *others = self.record["links"]
