@@ -153,10 +153,17 @@ std::vector<std::pair<std::string_view, std::string_view>> items_of(std::string_
     if (equals == std::string_view::npos) {
       const std::string_view name = item.substr(0, item.find(':'));
       const bool is_spec = find_wire_format(name) != nullptr || CompressionSpec::is_codec(name);
+      if (is_spec) {
+        bad(text,
+            fmt::format("'{}' is another spec; {}", item,
+                        text.starts_with("auto")
+                            ? "write allow=SPEC+SPEC"
+                            : "give one at a time (gradwire compare: repeat --compression)"),
+            true);
+      }
+      const bool ranked = text.starts_with("powersgd:") || text.starts_with("dion:");
       bad(text,
-          fmt::format("'{}' is {}", item,
-                      is_spec ? "another spec; give one at a time (gradwire compare: repeat --compression)"
-                              : "not key=value"),
+          fmt::format("'{}' is not key=value{}", item, ranked ? fmt::format(", such as rank={}", item) : ""),
           true);
     }
     const std::string_view key = item.substr(0, equals), value = item.substr(equals + 1);

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -47,7 +48,8 @@ std::string suggestion(std::string_view wrong, const std::vector<std::string_vie
     for (size_t i = 1; i <= wrong.size(); ++i) {
       size_t diagonal = std::exchange(row[0], i);
       for (size_t j = 1; j <= name.size(); ++j) {
-        const size_t replaced = diagonal + (wrong[i - 1] == name[j - 1] ? 0 : 1);
+        const size_t replaced =
+            diagonal + (std::tolower(static_cast<unsigned char>(wrong[i - 1])) == name[j - 1] ? 0 : 1);
         diagonal = row[j];
         row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
       }

@@ -64,6 +64,7 @@ class BadInput(CommandTest):
                            ("bf16:", "nothing after"), ("", "unknown method ''"),
                            ("fp32:rank=4", "no option 'rank'"), ("bf16:round=up", "nearest|stochastic"),
                            ("powersgd:rank=4,rank=4", "given twice"), ("int9", "did you mean 'int8'?"),
+                           ("INT8", "did you mean 'int8'?"), ("powersgd:4", "not key=value, such as rank=4"),
                            ("fp16", "fp16 is not a wire format; bf16 sends as many bytes"),
                            ("fp32,int8", "repeat --compression"),
                            ("topk:ratio=0.01", "k=64,of=4096 is the ratio"),

@@ -63,6 +63,18 @@ def a_dead_peer_raises() -> None:
 
 
 @scenario(3, ends=True)
+def a_hook_on_some_ranks_alone_raises_at_the_deadline() -> None:
+    ddp, missing = ddp_of(nn.Linear(12, 4)), WORLD - 1
+    if RANK != missing:
+        compress(ddp, "int8", timeout_s=4)
+        refused(lambda: ddp(torch.randn(4, 12)).sum().backward(), RuntimeError,
+                f"rank {missing} of the" if RANK == 0 else "not every rank", "call within 4 s", within_s=30)
+    else:
+        time.sleep(8)
+    leave()
+
+
+@scenario(3, ends=True)
 def a_silent_peer_raises_at_the_deadline() -> None:
     run = run_of("bf16", 2, timeout_s=2)
     if RANK > 0:  # rank 0 is alive, but busy for longer than the deadline

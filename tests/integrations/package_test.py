@@ -224,6 +224,7 @@ class Package(unittest.TestCase):
     def test_doctor_recommends_compression_for_slow_links_only(self) -> None:
         from gradwire import _predict
         (self.folder / "small.py").write_text(SMALL_MODEL)
+        (self.folder / "trains.py").write_text("raise ValueError")
         doctor = ["-m", "gradwire.doctor", "--ranks", "4", "--model"]
         slow, fast = (self.python(*doctor, "small.py:build", "--link", link).stdout
                       for link in ("10Mbit,1ms", "1000000Tbps"))
@@ -232,19 +233,20 @@ class Package(unittest.TestCase):
         for model, link, error in (("small.py", "1Gbit", "small.py' is not FILE.py:BUILD"),
                                    ("small.py:build", "1GBps", "'1GBps' is not RATE"),
                                    ("small.py:build", "1000", "'1000' is not RATE"),
-                                   ("no.py:build", "1Gbit", "no.py:build' is not FILE.py:BUILD"),
-                                   ("small.py:no", "1Gbit", r"small.py needs a function no\(\) that returns"),
-                                   ("small.py:wrong", "1Gbit", r"wrong\(\) that returns \(model, loss\)"),
+                                   ("no.py:build", "1Gbit", "no.py:build: .*/no.py is no file"),
+                                   ("small.py:no", "1Gbit", r"has no such function; no\(\) must return"),
+                                   ("small.py:wrong", "1Gbit", r"returned \w+; wrong\(\) must return"),
+                                   ("trains.py:build", "1Gbit", "put what trains under if __name__"),
                                    ("small.py:broken", "1Gbit", r"ValueError: a reason \(.*small.py:\d+\)"),
                                    ("small.py:build", "1GB", "--link '1GB' is not RATE")):
             with self.assertRaisesRegex(gradwire.BadArgument, error):
                 _predict.report(str(self.folder / model), link, 4, "auto")
         failed = self.python(*doctor, "no.py:build", "--link", "1Gbit", code=2)
-        self.assertRegex(failed.stdout + failed.stderr, "^gradwire.doctor: --model 'no.py:build' is .*\n$")
+        self.assertRegex(failed.stdout + failed.stderr, "^gradwire.doctor: --model no.*: .* is no file\n$")
 
     def test_predicted_steps_and_compression_shrink_as_links_get_faster(self) -> None:
         from gradwire import _predict
-        costs = _predict.Costs(100, 60, [1 << 20, 25 << 20, 20 << 20],
+        costs = _predict.Costs(100, 100, 60, [1 << 20, 25 << 20, 20 << 20],
                                {"fp32": (0, 0, 48e6), "int8": (0.01, 5, 12e6), "int4": (0.05, 10, 6.5e6)})
         rates = [10.0 ** n for n in range(6, 15)]
         tables = [_predict.predict(costs, (rate, 0.1), 4) for rate in rates]

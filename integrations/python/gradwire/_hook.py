@@ -89,7 +89,9 @@ class Hook(HookBuckets):
                 raise _native.BadArgument("process_group differs from the DistributedDataParallel's, over "
                                           "which the hook must average: leave process_group out")
         if comm is None and torch.distributed.is_available() and torch.distributed.is_initialized():
-            place_in(process_group)
+            _, world = place_in(process_group)
+            if min_ranks > world:
+                raise _native.BadArgument(f"min_ranks={min_ranks}: the process group has {world} ranks")
         super().__init__("fp32" if auto is not None else spec, seed, auto)
         self._keeps_copies = min_ranks > 0
         # The rank's place on other mesh dimensions than data parallelism, if DDP knows the mesh.

@@ -33,10 +33,11 @@ _PACKET = 1514 / 1448  # bytes of a full Ethernet packet per byte of payload
 _TIE = 1.05  # as gw_choose()
 
 
-# What was measured. step_ms: forward and backward; buckets: bytes of DDP's buckets, in the order of backward;
-# specs: error of one encode, ms to compress, bytes that one of two ranks sends.
-Costs = NamedTuple("Costs", [("step_ms", float), ("backward_ms", float), ("buckets", List[int]),
-                             ("specs", Dict[str, Tuple[float, float, float]])])
+# What was measured. step_ms: forward and backward, at best; usual_ms: the median; buckets: bytes of DDP's
+# buckets, in the order of backward; specs: error of one encode, ms to compress, bytes that one of two ranks
+# sends.
+Costs = NamedTuple("Costs", [("step_ms", float), ("usual_ms", float), ("backward_ms", float),
+                             ("buckets", List[int]), ("specs", Dict[str, Tuple[float, float, float]])])
 # A step with a spec. sent: bytes that a rank sends.
 Prediction = NamedTuple("Prediction", [
     ("spec", str), ("error", float), ("sent", float), ("compress_ms", float), ("send_ms", float),
@@ -57,25 +58,32 @@ def link_of(text: str) -> Tuple[float, float]:
 def load(place: str) -> Tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
     """Returns what BUILD() of "FILE.py:BUILD" returns: a model and its loss function. Raises BadArgument."""
     file, _, name = place.rpartition(":")
-    if not os.path.isfile(file) or not name.isidentifier():
+    if not name.isidentifier() or not file:
         raise _native.BadArgument(f"--model {place!r} is not FILE.py:BUILD, a file and a function in it")
+    if not os.path.isfile(file):
+        raise _native.BadArgument(f"--model {place}: {os.path.abspath(file)} is no file")
     sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for the file's imports
     try:
         build = runpy.run_path(file).get(name)
+    except (Exception, SystemExit) as error:
+        raise _failed(place, error, ". The doctor runs the file to find the function: put what trains under "
+                      'if __name__ == "__main__":') from error
+    try:
         made = build() if callable(build) else None
     except (Exception, SystemExit) as error:
         raise _failed(place, error) from error
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (None, None)
     if isinstance(model, torch.nn.Module) and callable(loss):
         return model, loss
-    raise _native.BadArgument(f"--model {place}: {file} needs a function {name}() that returns (model, "
-                              "loss): a torch.nn.Module, and a function that returns the loss of one batch")
+    found = f"it returned {type(made).__name__}" if callable(build) else f"{file} has no such function"
+    raise _native.BadArgument(f"--model {place}: {found}; {name}() must return (model, loss): a "
+                              "torch.nn.Module, and a function that returns the loss of one batch")
 
 
-def _failed(place: str, error: BaseException) -> _native.BadArgument:
+def _failed(place: str, error: BaseException, remedy: str = "") -> _native.BadArgument:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return _native.BadArgument(f"--model {place}: {type(error).__name__}: {str(error).partition(chr(10))[0]} "
-                               f"({frame.filename}:{frame.lineno})")
+                               f"({frame.filename}:{frame.lineno}){remedy}")
 
 
 def measure(place: str, specs: Sequence[str]) -> Costs:
@@ -109,8 +117,9 @@ def measure(place: str, specs: Sequence[str]) -> Costs:
             buckets.append(0)
             limit = _BUCKET
         buckets[-1] += gradient.numel() * gradient.element_size()
-    step_ms, backward_ms = (statistics.median(column) for column in zip(*times[1:]))
-    return Costs(step_ms, backward_ms, buckets, _try(specs, gradients))
+    step_ms, backward_ms = min(times[1:])  # other programs only lengthen a step
+    usual_ms = statistics.median(total for total, _ in times[1:])
+    return Costs(step_ms, usual_ms, backward_ms, buckets, _try(specs, gradients))
 
 
 def _try(specs: Sequence[str], gradients: Dict[str, Any]) -> Dict[str, Tuple[float, float, float]]:
@@ -179,7 +188,8 @@ def report(place: str, link_text: str, ranks: int, spec: str) -> str:
     predictions = predict(costs, link, ranks)
     plain, best = predictions[0], recommended(predictions, request.error)
     lines = [f"{place}: {sum(costs.buckets) / 1e6:.1f} MB of gradients, {len(costs.buckets)} DDP buckets; "
-             f"forward and backward take {costs.step_ms:.1f} ms here, backward {costs.backward_ms:.1f}",
+             f"forward and backward take {costs.step_ms:.1f} ms here with {torch.get_num_threads()} threads, "
+             f"backward {costs.backward_ms:.1f}",
              f"Predicted for {ranks} ranks with links of {link_text}, without optimizer and data loading:", "",
              f"{'spec':16} {'error':>8} {'MB sent':>9} {'compress':>9} {'send':>9} {'not hidden':>11} "
              f"{'ms per step':>12} {'speedup':>8}"]
@@ -194,6 +204,9 @@ def report(place: str, link_text: str, ranks: int, spec: str) -> str:
                   f"{best.compress_ms:.1f} (compress) + {best.exposed_ms:.1f} (not hidden) = "
                   f"{best.step_ms:.1f} ms; FP32: {costs.step_ms:.1f} + {plain.exposed_ms:.1f} = "
                   f"{plain.step_ms:.1f} ms."]
+    if costs.usual_ms > 1.2 * costs.step_ms:
+        lines += [f"The median step took {costs.usual_ms / costs.step_ms:.1f} times as long as the shortest: other "
+                  "programs use the cores. Measure again when the machine is idle."]
     faster = min(predictions, key=lambda p: p.step_ms)
     if faster.step_ms * _TIE < best.step_ms:
         lines.append(f"{faster.spec} takes {faster.step_ms:.1f} ms, but one encode loses {faster.error:.0%}: "

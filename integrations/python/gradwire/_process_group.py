@@ -7,6 +7,7 @@ import hashlib
 import os
 import pathlib
 import queue
+import re
 import secrets
 import signal
 import socket
@@ -349,6 +350,19 @@ def place_in(process_group: Any) -> Tuple[int, int]:
     return rank, world
 
 
+def _meet(process_group: Any, timeout_s: float) -> None:
+    """Waits for all ranks of a Gloo group, at most timeout_s. Other backends have only the group's timeout."""
+    if str(dist.get_backend(process_group)) != "gloo":
+        return
+    try:
+        dist.monitored_barrier(process_group, timedelta(seconds=timeout_s), wait_all_ranks=True)
+    except RuntimeError as error:
+        missing = re.search(r"[Rr]anks? ([\d, ]*\d) failed", str(error))  # on rank 0 alone
+        who = f"rank {missing[1]} of the process group made no" if missing else "not every rank made"
+        raise _native.CommFailed(f"{who} such call within {timeout_s:g} s: all ranks must, for a hook with "
+                                 "the first backward(). Rank 0's error names the ranks") from error
+
+
 def communicator(process_group: Any = None, device: "str | int" = "host",
                  timeout_s: _native.Seconds = TIMEOUT_S, shrinkable: bool = False) -> Communicator:
     """Creates a communicator of the ranks of a torch.distributed process group. Collective.
@@ -361,6 +375,7 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
 
     Raises:
         BadArgument: this process is not in the group, or the group's backend is "fake".
+        CommFailed: a rank of a Gloo group did not make this call within timeout_s.
     """
     device, timeout_s = _native.device(device), _native.seconds(timeout_s)  # before ranks wait for each other
     rank, world = place_in(process_group)
@@ -370,6 +385,7 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
     networks: List[Any] = [None] * world
     rendezvous: List[Any] = [None, None]
     with contextlib.ExitStack() as stack, normal_tensors():
+        _meet(process_group, timeout_s)
         dist.all_gather_object(networks, _network(), group=process_group)
         store = dist.distributed_c10d._get_default_store()
         if rank == 0:
