@@ -222,12 +222,12 @@ def run_page(page: str, build: pathlib.Path) -> Tuple[Counter[str], List[str]]:
                     continue
                 exports += f"{command.text}\n" if program == "export" else ""
                 begin = time.monotonic()
-                done = subprocess.run(["timeout", "120", "bash", "-c", exports + command.shorter], cwd=folder,
+                done = subprocess.run(["timeout", "400", "bash", "-c", exports + command.shorter], cwd=folder,
                                       text=True, env=environment, stdin=subprocess.DEVNULL,
                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
                 print(f"{command.place}: {time.monotonic() - begin:.1f} s: {command.shorter}", flush=True)
                 if done.returncode:
-                    failures.append(f"{command.place}: exit code {done.returncode} (124: after 120 s; add a "
+                    failures.append(f"{command.place}: exit code {done.returncode} (124: after 400 s; add a "
                                     f"shorter form to SHORTER): {command.shorter}\n{done.stdout[-1500:]}")
     return counts, failures
 
