@@ -102,6 +102,10 @@ class Formats(BenchTest):
         if missing or table not in there:
             self.fail("docs/formats.md lacks the table of gradwire-bench formats --list. Rows to add or "
                       "replace:\n" + ("\n".join(missing) or "none: their order differs"))
+        for page in ("docs/numerics.md", "docs/results/formats.md"):  # NaN, infinity; measured errors
+            text = (self.root / page).read_text()
+            for name in re.findall(r"^\| `(\w+)` \|", table, re.M):
+                self.assertIn(name, text, f"{page} does not say what holds for the format {name}")
 
     def test_every_format_has_the_error_that_it_states(self):
         rows, out = self.measured("--rows", 4, "--elements", 16384, "--draws", 2)

@@ -71,7 +71,7 @@ STATE: Dict[str, str] = {
                         " in $(seq 12); do cp docs/demo.png photos/a/$i.png; done; cp docs/*.png photos/b"}
 # Beginnings of shell commands, as in re.match, that no test runs as printed, each with the reason.
 NOT_RUN: List[Tuple[str, str]] = [
-    (r"cmake --(preset|build)", "builds what this test runs"),
+    (r"cmake --(preset|build)|scripts/configure.sh", "builds what this test runs"),
     (r"cmake --install", "writes to /opt; tests/capi/installed_test.py installs the library elsewhere"),
     (r"pip install|python3 -m venv|env/bin/", "installs packages, as do the test smoke_wheel and"
      " tests/integrations/new_environments.py"),

@@ -25,8 +25,9 @@ def main():
         name, command, program, concerns = row.split("\t")
         if files and not any(re.search(concerns, file) for file in files):
             continue
-        if program and not (ROOT / "build/bin" / program).exists():
-            print(f"{name}: not run: build/bin/{program} is not built: make build-tests")
+        unbuilt = [word for word in program.split() if not (ROOT / "build/bin" / word).exists()]
+        if unbuilt:
+            print(f"{name}: not run: {' '.join(unbuilt)} must be built: make build-tests")
             continue
         done = subprocess.run([sys.executable, "-B", *command.split(), *(files if name == "text" else [])],
                               cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -70,8 +70,9 @@ def main() -> int:
     for name in sorted(limits.keys() & values.keys()):
         value, limit = values[name], float(limits[name])
         if value > limit * 1.005 + 0.005:
-            wrong.append(f"{name}: {value:.6g}, limit {limit:.6g}: make the change smaller; or lower "
-                         "another folder's limit by as much, raise this one, and say in the commit what went")
+            wrong.append(f"{name}: {value:.6g}, limit {limit:.6g}: make the change smaller, for example in a "
+                         "file that exists; or lower another folder's limit by as much, raise this one, and "
+                         "say in the commit what went")
         elif value < limit * 0.98 - 1:
             wrong.append(f"{name}: {value:.6g}, limit {limit:.6g}: lower the limit to {value:.6g}")
     return gate.end((f"tools/checks/sizes.tsv: {w}" for w in wrong), f"{len(limits)} limits of sizes hold")
