@@ -351,9 +351,9 @@ def _load() -> ctypes.CDLL:
             function.restype = c_int32
         library_path, library_version = path, f"{version // 10000}.{version // 100 % 100}.{version % 100}"
         return library
-    raise ImportError("libgradwire.so was not found. Run pip install ./integrations/python or make build in the sources; if it is in "
-                      "neither the source tree's build folder nor the linker's path, set GRADWIRE_LIBRARY to "
-                      "its path. Tried: " + "; ".join(problems))
+    raise ImportError("libgradwire.so was not found. Run `pip install ./integrations/python` or `make build` "
+                      "in the sources; if it is in neither their build folder nor the linker's path, set "
+                      "GRADWIRE_LIBRARY to its path. Tried: " + "; ".join(problems))
 
 
 class _Callbacks(threading.local):
