@@ -149,6 +149,8 @@ class Compare(CommandTest):
                                if r["type"] in ("step", "eval")]
         self.assertEqual(numbers("alone.jsonl"), numbers(log))
         self.assertEqual(numbers("like.jsonl"), numbers(log))
+        _, rows = self.compare(*self.specs("bf16"), "--bucket-mb", 1)
+        self.succeed("train", "--like", rows[0]["seeds"][0]["log"], "--log", "one.jsonl")
 
     def test_target_accuracy_is_the_time_of_the_first_evaluation_that_reaches_it(self):
         def seconds_to(target):

@@ -53,7 +53,10 @@ std::vector<PlannedRun> plan_runs(const Resolved& run, int seeds) {
         planned.config.bucket_mb = mb;
         planned.config.seed = run.config.seed + static_cast<uint64_t>(s);
         std::vector<std::string>& flags = planned.config.flags;
-        std::erase_if(flags, [](const std::string& flag) { return flag.starts_with("--seed="); });
+        std::erase_if(flags, [](const std::string& flag) {
+          const std::string name = flag.substr(0, flag.find('='));
+          return name == "--compression" || name == "--bucket-mb" || name == "--seed";
+        });
         flags.push_back("--compression=" + compression.to_string());
         flags.push_back(fmt::format("--bucket-mb={}", mb));
         flags.push_back(fmt::format("--seed={}", planned.config.seed));
