@@ -99,9 +99,11 @@ class MachineCodeTest(unittest.TestCase):
 
     def test_the_table_keeps_what_was_measured_for_one_op(self):
         page = "| a_kernel(Merge) | 2 | 40 | 48 | 24 (16) | 2.7 | 92 | 97 % | divisions |\n" \
-               "| `a_kernel` | `a.cu` | yes | yes | yes | yes | 60 to 97 % |"
+               "| `a_kernel` | `a.cu` | yes | yes | yes | yes | 60 to 97 % | 70 % |\n" \
+               "| `b_kernel` | `a.cu` | yes | yes | yes | yes | - | 70 % |"
         measured = check_machine_code.measurements(page)
-        self.assertEqual(measured, {"a_kernel(Merge)": "97 %", "a_kernel": "60 to 97 %"})
+        self.assertEqual(measured, {"a_kernel(Merge)": "97 %", "a_kernel": "60 to 97 %",
+                                    "b_kernel": "H100: 70 %"})
         figures = check_machine_code.Figures(registers=40)
         written = check_machine_code.table({"a_kernel(Merge)": figures, "a_kernel(Split)": figures}, {},
                                            measured, "13.0")

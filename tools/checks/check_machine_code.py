@@ -205,7 +205,8 @@ def proposed(name: str, is_: Figures) -> str:
 
 
 def measurements(pages: str) -> dict[str, str]:
-    """Returns the measured fraction of copy bandwidth by kernel, from docs/gpu.md's table of kernels.
+    """Returns the measured fraction of copy bandwidth by kernel, from docs/gpu.md's table of kernels: the
+    H200's, as the prediction is, or else the H100's.
 
     For kernels with several ops, returns it by kernel and op, from the table of machine code, where these
     cells are written by hand.
@@ -213,7 +214,8 @@ def measurements(pages: str) -> dict[str, str]:
     found = {}
     for line in pages.splitlines():
         if match := ROW.match(line):
-            found[match.group(1)] = match.group(2).split("|")[-1].strip()
+            h200, h100 = (cell.strip() for cell in match.group(2).split("|")[-2:])
+            found[match.group(1)] = h200 if h200 != "-" or h100 == "-" else f"H100: {h100}"
         elif re.match(r"\| \w+\(\w+\) \|", line):
             cells = [cell.strip() for cell in line.split("|")]
             found[cells[1]] = cells[8]
