@@ -222,7 +222,7 @@ const KernelCase kModelCases[] = {
        const Tokens t(size);
        return problem(assemble_tokens_backward<float>,
                       {a.normal(t.elements), a.zeros(t.elements), a.zeros(kWidth), a.zeros(kWidth),
-                       a.zeros(t.tokens * kWidth), t.batch, t.tokens, kWidth},
+                       a.zeros(t.tokens * kWidth), a.zeros(t.tokens * kWidth), t.batch, t.tokens, kWidth},
                       8, t.elements, t.shape);
      }},
     {"layer_norm", "", "vit", norm<float>},
@@ -259,8 +259,9 @@ const KernelCase kModelCases[] = {
     {"column_sum", "", "vit", bias_gradient<float>},
     {"column_sum", "bf16", "vit", bias_gradient<Bf16>},
     {"combine_sums", "", "vit",
-     [](Arena& a, int64_t size) {  // three adjacent sums, as in the backward of a layer norm
-       const int64_t rows = rows_of(size, 3 * kWidth), count = rows * 3 * kWidth;
+     [](Arena& a,
+        int64_t size) {  // three adjacent sums of up to 100 rows, as in the backward of a layer norm
+       const int64_t rows = std::min<int64_t>(100, rows_of(size, 3 * kWidth)), count = rows * 3 * kWidth;
        CombineSums args;
        args.of[0] = {a.normal(count), rows, 3 * kWidth, kWidth};
        args.of[0].sums = {a.zeros(kWidth), a.zeros(kWidth), a.zeros(kWidth)};

@@ -22,6 +22,7 @@ struct Place {
 
 struct Layout {
   int64_t tokens, heads, dim;
+  Divider by_tokens;
   __device__ __forceinline__ Place place(int64_t c) const {
     const int64_t width = heads * dim;
     const int64_t part = c / width, within = c - part * width;
@@ -30,8 +31,8 @@ struct Layout {
   }
   // Returns the element of the split side for row (image, token).
   __device__ __forceinline__ int64_t element(int64_t row, const Place& p) const {
-    const int64_t image = row / tokens, token = row - image * tokens;
-    return image * heads * tokens * dim + token * dim + p.offset;
+    const int64_t image = by_tokens.divide(row);  // leaves the token in `row`
+    return image * heads * tokens * dim + row * dim + p.offset;
   }
 };
 
@@ -108,22 +109,23 @@ struct Merge {
 template <typename S>
 void split_heads(CudaStream stream, const SplitHeads<S>& a) {
   for_columns<S>("split_heads", stream, takes_vectors<S>(a.head_dim, a.qkv, a.bias, a.q, a.k, a.v),
-                 Split<S>{{a.tokens, a.heads, a.head_dim}, a.qkv, a.bias, a.q, a.k, a.v}, a.batch * a.tokens,
-                 3 * a.heads * a.head_dim);
+                 Split<S>{{a.tokens, a.heads, a.head_dim, Divider(a.tokens)}, a.qkv, a.bias, a.q, a.k, a.v},
+                 a.batch * a.tokens, 3 * a.heads * a.head_dim);
 }
 
 template <typename S>
 void split_heads_backward(CudaStream stream, const SplitHeadsBackward<S>& a) {
-  for_columns<S>("split_heads_backward", stream, takes_vectors<S>(a.head_dim, a.dq, a.dk, a.dv, a.d_qkv),
-                 SplitBackward<S>{{a.tokens, a.heads, a.head_dim}, a.dq, a.dk, a.dv, a.d_qkv},
-                 a.batch * a.tokens, 3 * a.heads * a.head_dim);
+  for_columns<S>(
+      "split_heads_backward", stream, takes_vectors<S>(a.head_dim, a.dq, a.dk, a.dv, a.d_qkv),
+      SplitBackward<S>{{a.tokens, a.heads, a.head_dim, Divider(a.tokens)}, a.dq, a.dk, a.dv, a.d_qkv},
+      a.batch * a.tokens, 3 * a.heads * a.head_dim);
 }
 
 template <typename S>
 void merge_heads(CudaStream stream, const MergeHeads<S>& a) {
   for_columns<S>("merge_heads", stream, takes_vectors<S>(a.head_dim, a.in, a.out),
-                 Merge<S>{{a.tokens, a.heads, a.head_dim}, a.in, a.out, a.inverse}, a.batch * a.tokens,
-                 a.heads * a.head_dim);
+                 Merge<S>{{a.tokens, a.heads, a.head_dim, Divider(a.tokens)}, a.in, a.out, a.inverse},
+                 a.batch * a.tokens, a.heads * a.head_dim);
 }
 
 // column_sum and bias_residual.
@@ -354,10 +356,10 @@ void bias_gelu_backward(CudaStream stream, const BiasGeluBackward<S>& a) {
 //
 // patchify moves each pixel once (8 B in FP32, 6 B in BF16); a thread keeps its column of the patch matrix,
 // so channel, line and pixel are computed only once. assemble_tokens reads 4 or 2 B and writes 4 B per
-// element (positions and bias come from cache). The backward op reads dx once: block x owns a slice of
-// columns and walks over all tokens and images of these columns in order, so one pass gives the copy,
-// d_position, d_class_token and d_bias, deterministically and without a workspace. It moves 8 or 6 B per
-// element. Limit: memory bandwidth, once width / 16 blocks fill the device.
+// element (positions and bias come from cache). The backward op reads dx once: a block owns a token and a
+// slice of columns, and its lanes share the images, so one pass gives the copy, d_position and d_class_token,
+// and a row of partial sums of d_bias, which combine_sums() adds. It moves 8 or 6 B per element. Limit:
+// memory bandwidth. Deterministic: sums in fixed order.
 
 namespace {
 
@@ -365,7 +367,8 @@ template <typename S>
 struct MovePixels {
   const float* images;
   S* patches;
-  int64_t channels, image, patch, grid;
+  int64_t channels, image, patch;
+  Divider by_grid;
 
   // Returns the offset of the pixel from the corner of its patch in channel 0.
   template <int W>
@@ -376,8 +379,9 @@ struct MovePixels {
   }
   template <int W>
   __device__ __forceinline__ void at(int64_t row, int64_t c, int64_t offset) const {
-    const int64_t b = row / (grid * grid), i = row - b * grid * grid;
-    const int64_t gy = i / grid, gx = i - gy * grid;
+    int64_t gx = row;
+    int64_t gy = by_grid.divide(gx);  // rows of patches of all images, then of this image
+    const int64_t b = by_grid.divide(gy);
     float x[W];
     load<W>(images + (b * channels * image + gy * patch) * image + gx * patch + offset, x);
     store<W>(patches + row * channels * patch * patch + c, x);
@@ -394,7 +398,8 @@ struct Assemble {
   const S* projected;
   const float *bias, *class_token, *position;
   float* x;
-  int64_t tokens, width;
+  int64_t width;
+  Divider by_tokens;
 
   template <int W>
   __device__ __forceinline__ TokenColumn<W> column(int64_t c) const {
@@ -405,7 +410,8 @@ struct Assemble {
   }
   template <int W>
   __device__ __forceinline__ void at(int64_t row, int64_t c, const TokenColumn<W>& column) const {
-    const int64_t b = row / tokens, t = row - b * tokens;
+    int64_t t = row;
+    const int64_t b = by_tokens.divide(t);
     float at_position[W], out[W];
     load<W>(position + t * width + c, at_position);
     if (t == 0) {
@@ -420,7 +426,7 @@ struct Assemble {
   }
 };
 
-constexpr int kSliceX = 4, kSliceY = 64;
+constexpr int kSliceX = 32, kSliceY = 8;
 
 template <int W>
 __device__ __forceinline__ void store_rows(float* to, const float (&from)[W]) {
@@ -446,39 +452,37 @@ __device__ __forceinline__ void put(float* to, const float (&x)[W], bool accumul
   store_wide<W>(to, out);
 }
 
+// Block (t, x) owns a slice of columns of token t. Lane y adds images y, y + 8, ...; then the lanes' sums are
+// added in order.
 template <int W, typename S>
 __global__ void __launch_bounds__(kSliceX* kSliceY)
     assemble_tokens_backward_kernel(AssembleTokensBackward<S> a) {
   __shared__ __align__(16) float shared[kSliceY * kSliceX * W];
-  const int64_t c = (static_cast<int64_t>(blockIdx.x) * kSliceX + threadIdx.x) * W;
+  const int64_t c = (static_cast<int64_t>(blockIdx.y) * kSliceX + threadIdx.x) * W, t = blockIdx.x;
   const bool live = c < a.width;
-  float d_bias[W] = {};
-  for (int64_t t = threadIdx.y; live && t < a.tokens; t += kSliceY) {
-    float sum[W] = {};
+  float sum[W] = {};
 #pragma unroll 4
-    for (int64_t b = 0; b < a.batch; ++b) {
-      float x[W];
-      load<W>(a.dx + (b * a.tokens + t) * a.width + c, x);
-      if (t > 0) store_rows<W>(a.d_projected + (b * (a.tokens - 1) + t - 1) * a.width + c, x);
-      add<W>(x, sum);
-    }
-    put<W>(a.d_position + t * a.width + c, sum, a.accumulate);
-    if (t == 0) {
-      put<W>(a.d_class_token + c, sum, a.accumulate);
-    } else {
-      add<W>(sum, d_bias);
-    }
+  for (int64_t b = threadIdx.y; live && b < a.batch; b += kSliceY) {
+    float x[W];
+    load<W>(a.dx + (b * a.tokens + t) * a.width + c, x);
+    if (t > 0) store_rows<W>(a.d_projected + (b * (a.tokens - 1) + t - 1) * a.width + c, x);
+    add<W>(x, sum);
   }
   float* mine = shared + (threadIdx.y * kSliceX + threadIdx.x) * W;
-  store<W>(mine, d_bias);
+  store<W>(mine, sum);
   __syncthreads();
   if (threadIdx.y != 0 || !live) return;
   for (int y = 1; y < kSliceY; ++y) {
     float x[W];
     load<W>(mine + y * kSliceX * W, x);
-    add<W>(x, d_bias);
+    add<W>(x, sum);
   }
-  put<W>(a.d_bias + c, d_bias, a.accumulate);
+  put<W>(a.d_position + t * a.width + c, sum, a.accumulate);
+  if (t == 0) {
+    put<W>(a.d_class_token + c, sum, a.accumulate);
+  } else {
+    store_wide<W>(a.workspace + (t - 1) * a.width + c, sum);
+  }
 }
 
 }  // namespace
@@ -489,7 +493,7 @@ void patchify(CudaStream stream, const Patchify<S>& a) {
   const int64_t grid = a.image / a.patch;
   const bool vectors = a.image % 4 == 0 && takes_vectors<S>(a.patch, a.images, a.patches);
   for_columns<S>("patchify", stream, vectors,
-                 MovePixels<S>{a.images, a.patches, a.channels, a.image, a.patch, grid},
+                 MovePixels<S>{a.images, a.patches, a.channels, a.image, a.patch, Divider(grid)},
                  a.batch * grid * grid, static_cast<int64_t>(a.channels) * a.patch * a.patch);
 }
 
@@ -497,7 +501,7 @@ template <typename S>
 void assemble_tokens(CudaStream stream, const AssembleTokens<S>& a) {
   for_columns<S>("assemble_tokens", stream,
                  takes_vectors<S>(a.width, a.projected, a.bias, a.class_token, a.position, a.x),
-                 Assemble<S>{a.projected, a.bias, a.class_token, a.position, a.x, a.tokens, a.width},
+                 Assemble<S>{a.projected, a.bias, a.class_token, a.position, a.x, a.width, Divider(a.tokens)},
                  a.batch * a.tokens, a.width);
 }
 
@@ -505,14 +509,16 @@ template <typename S>
 void assemble_tokens_backward(CudaStream stream, const AssembleTokensBackward<S>& a) {
   if (a.width <= 0 || a.tokens <= 0) return;
   const bool vectors =
-      takes_vectors<S>(a.width, a.dx, a.d_projected, a.d_bias, a.d_class_token, a.d_position);
+      takes_vectors<S>(a.width, a.dx, a.d_projected, a.d_class_token, a.d_position, a.workspace);
   const int64_t accesses = vectors ? a.width / kVector<S> : a.width;
-  const LaunchConfig config{.grid = dim3(static_cast<unsigned>((accesses + kSliceX - 1) / kSliceX)),
+  const LaunchConfig config{.grid = dim3(static_cast<unsigned>(a.tokens),
+                                         static_cast<unsigned>((accesses + kSliceX - 1) / kSliceX)),
                             .block = dim3(kSliceX, kSliceY),
                             .stream = stream};
   launch("assemble_tokens_backward",
          vectors ? assemble_tokens_backward_kernel<kVector<S>, S> : assemble_tokens_backward_kernel<1, S>,
          config, a);
+  combine_sums(stream, {{{a.workspace, a.tokens - 1, a.width, a.width, {a.d_bias}, a.accumulate}}});
 }
 
 GW_ELEMENTWISE_OPS(GW_INSTANTIATE_CUDA_OP)

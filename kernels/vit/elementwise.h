@@ -166,6 +166,7 @@ struct AssembleTokensBackward {
   float* d_bias = nullptr;
   float* d_class_token = nullptr;
   float* d_position = nullptr;
+  float* workspace = nullptr;  // (T-1, C) floats; not used on the host
   int64_t batch = 0, tokens = 0, width = 0;
   bool accumulate = false;  // adds to the parameter gradients; d_projected is overwritten
 };

@@ -151,125 +151,171 @@ void softmax_backward(CudaStream stream, const SoftmaxBackward<S>& a) {
 GW_INSTANTIATE_CUDA_OP(softmax, Softmax)
 GW_INSTANTIATE_CUDA_OP(softmax_backward, SoftmaxBackward)
 
-// cross_entropy: one warp per row, then one block that adds the rows in order. If a block has at least as
-// many warps as there are rows, one block in one launch computes everything. For 32,000 logits, one
-// multiprocessor takes about 2 us longer than four multiprocessors; a second launch and its wait also take 2
-// us.
+// cross_entropy: one warp per row, then one block that adds the rows. If a block has at least as many warps
+// as there are rows, one block in one launch computes everything. For 32,000 logits, one multiprocessor takes
+// about 2 us longer than four multiprocessors; a second launch and its wait also take 2 us.
 //
-// Reads the logits once from memory (three passes, the later ones from cache) and writes the gradients: 8 B
-// (FP32) or 6 B (BF16) per logit. Limit: launch latency at the sizes of a classifier head. Deterministic:
-// losses are added in row order, in double.
+// Rows of up to 1024 classes (256 if not in vectors) stay in registers: 8 B (FP32) or 6 B (BF16) per logit,
+// one exponential each. Longer rows are read, and their exponentials computed, twice. Limit: launch latency
+// at the sizes of a classifier head. Deterministic: losses are added in fixed order, in double.
 
 namespace {
 
 constexpr int kThreads = 256, kRowsPerBlock = kThreads / 32;
 
-// Writes the row's gradient; the first lane calls keep(loss, 1 if correct). Called by a whole warp.
-template <typename S, typename Keep>
-__device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, int64_t row, const Keep& keep) {
-  const int64_t lane = threadIdx.x % 32, label = a.labels[row];
-  const float* x = a.logits + row * a.classes;
-  S* d = a.d_logits != nullptr ? a.d_logits + row * a.classes : nullptr;
-  if (label < 0 || label >= a.classes) {
-    constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-    if (lane == 0) keep(kNan, 0.0f);
-    for (int64_t c = lane; d != nullptr && c < a.classes; c += 32) d[c] = narrow<S>(kNan);
-    return;
+// The logits of a row that a warp holds: 8 per lane, or 32 in vectors of four.
+template <int V>
+struct LogitTile {
+  static constexpr int kEach = 8 * V, kWidth = 32 * kEach;
+  float v[kEach / V][V];
+
+  // Returns the first column of the lane; the others of a vector follow, the next vector is 32 V further.
+  static __device__ __forceinline__ int column() { return static_cast<int>(threadIdx.x) % 32 * V; }
+  // Reads columns 0 to `width` - 1 of x; the others are minus infinity.
+  __device__ __forceinline__ void read(const float* x, int64_t width) {
+    x += column(), width -= column();
+#pragma unroll
+    for (int j = 0; j < kEach / V; ++j) {
+#pragma unroll
+      for (int k = 0; k < V; ++k) v[j][k] = Max::kIdentity;
+      if (32 * V * j < width) load<V>(x + 32 * V * j, v[j]);
+    }
   }
-  const float at_label = x[label];
-  float highest = Max::kIdentity;
-  // The prediction is correct if all logits before the label are smaller and no logit after the label is
-  // larger; a NaN is never correct.
-  bool right = true;
-  for (int64_t c = lane; c < a.classes; c += 32) {
-    const float v = x[c];
-    highest = Max()(v, highest);
-    right = right && (c < label ? v < at_label : v <= at_label);
+  template <typename S>
+  __device__ __forceinline__ void write(S* y, int64_t width) const {
+    y += column(), width -= column();
+#pragma unroll
+    for (int j = 0; j < kEach / V; ++j) {
+      if (32 * V * j < width) store<V>(y + 32 * V * j, v[j]);
+    }
   }
-  highest = group_reduce<32>(highest, Max());
-  right = __all_sync(kFullWarp, right) != 0;
-  float sum = 0.0f;
-  for (int64_t c = lane; c < a.classes; c += 32) sum += exp_float(x[c] - highest);
-  sum = group_reduce<32>(sum, Sum());
-  if (lane == 0) keep(logf(sum) + (highest - at_label), right ? 1.0f : 0.0f);
-  if (d == nullptr) return;
-  const float scale = a.grad_scale / sum;
-  for (int64_t c = lane; c < a.classes; c += 32) {
-    d[c] = narrow<S>(scale * exp_float(x[c] - highest) - (c == label ? a.grad_scale : 0.0f));
+  // Calls function(column minus the lane's first column, v) for all elements.
+  template <typename Function>
+  __device__ __forceinline__ void each(const Function& function) {
+#pragma unroll
+    for (int j = 0; j < kEach / V; ++j) {
+#pragma unroll
+      for (int k = 0; k < V; ++k) function(32 * V * j + k, v[j][k]);
+    }
   }
+};
+
+// Returns exp(x), for x <= 0. The product's rounding is at most 4e-8 of the largest exponential, 1.
+__device__ __forceinline__ float exp_estimate(float x) {
+  return exp2_estimate(x * 1.44269504f);
 }
 
-template <typename S>
+// Writes the row's gradient; the first lane calls keep(loss, 1 if correct). Called by a whole warp.
+template <int V, typename S, typename Keep>
+__device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, int64_t row, const Keep& keep) {
+  using Tile = LogitTile<V>;
+  const int64_t named = a.labels[row];
+  const bool labelled = named >= 0 && named < a.classes;
+  const int64_t label = labelled ? named : 0;
+  const float* x = a.logits + row * a.classes;
+  const float at_label = labelled ? x[label] : std::numeric_limits<float>::quiet_NaN();
+  float highest = Max::kIdentity, sum = 0.0f;
+  bool tied = false;  // whether a logit before the label is as large
+  Tile tile;
+#pragma unroll 1
+  for (int64_t first = 0; first < a.classes; first += Tile::kWidth) {
+    tile.read(x + first, a.classes - first);
+    float top = highest, part = 0.0f;
+    tile.each([&](int, float v) { top = fmaxf(v, top); });
+    top = group_reduce<32>(top, Max());
+    if (at_label == top) {
+      const auto before = static_cast<int>(label - first) - Tile::column();
+      tile.each([&](int c, float v) { tied |= v == top && c < before; });
+    }
+    tile.each([&](int, float& v) { part += v = exp_estimate(v - top); });
+    sum = (first == 0 ? 0.0f : sum * exp_estimate(highest - top)) + group_reduce<32>(part, Sum());
+    highest = top;
+  }
+  // A NaN is never correct.
+  const bool right = __any_sync(kFullWarp, tied) == 0 && at_label == highest && sum == sum;
+  if (threadIdx.x % 32 == 0) keep(logf(sum) + (highest - at_label), right ? 1.0f : 0.0f);
+  if (a.d_logits == nullptr) return;
+  S* d = a.d_logits + row * a.classes;
+  const float scale = labelled ? a.grad_scale / sum : at_label;
+#pragma unroll 1
+  for (int64_t first = 0; first < a.classes; first += Tile::kWidth) {
+    if (a.classes > Tile::kWidth) {
+      tile.read(x + first, a.classes - first);
+      tile.each([&](int, float& v) { v = exp_estimate(v - highest); });
+    }
+    tile.each([&](int, float& v) { v *= scale; });
+    tile.write(d + first, a.classes - first);
+  }
+  // The lane that has written the label's gradient writes it again.
+  if (labelled && label / V % 32 == threadIdx.x % 32)
+    d[label] = narrow<S>(scale * exp_estimate(at_label - highest) - a.grad_scale);
+}
+
+template <int V, typename S>
 __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy<S> a) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / 32;
   if (row >= a.rows) return;  // returns in the whole warp
-  cross_entropy_of(a, row, [&](float loss, float right) {
+  cross_entropy_of<V>(a, row, [&](float loss, float right) {
     a.workspace[row] = loss;
     a.workspace[a.rows + row] = right;
   });
 }
 
+// Adds the block's numbers, one of each kind per thread: the lanes of each warp by halves, then the warps in
+// order. The block has whole warps.
+__device__ __forceinline__ void add_to_totals(double loss, double right, bool accumulate, double* totals) {
+  __shared__ double shared[2][32];
+  const unsigned warp = threadIdx.x / 32;
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    loss += __shfl_xor_sync(kFullWarp, loss, distance);
+    right += __shfl_xor_sync(kFullWarp, right, distance);
+  }
+  if (threadIdx.x % 32 == 0) shared[0][warp] = loss, shared[1][warp] = right;
+  __syncthreads();
+  if (threadIdx.x > 1) return;
+  double total = accumulate ? totals[threadIdx.x] : 0.0;
+  for (unsigned i = 0; i < blockDim.x / 32; ++i) total += shared[threadIdx.x][i];
+  totals[threadIdx.x] = total;
+}
+
 // Combines cross_entropy_kernel and add_losses_kernel, for at most as many rows as the block has warps; there
 // may be 0 rows.
-template <typename S>
-__global__ void __launch_bounds__(32 * CrossEntropy<S>::kOneBlock)
+template <int V, typename S>
+__global__ void __launch_bounds__(32 * CrossEntropy<S>::kOneBlock, 1)
     cross_entropy_block_kernel(CrossEntropy<S> a) {
-  __shared__ float loss[CrossEntropy<S>::kOneBlock], right[CrossEntropy<S>::kOneBlock];
   const int64_t row = threadIdx.x / 32;
+  float loss = 0.0f, right = 0.0f;
   if (row < a.rows) {
-    cross_entropy_of(a, row, [&](float row_loss, float row_right) {
-      loss[row] = row_loss;
-      right[row] = row_right;
-    });
+    cross_entropy_of<V>(a, row, [&](float row_loss, float row_right) { loss = row_loss, right = row_right; });
   }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  double total_loss = a.accumulate ? a.totals[0] : 0.0, total_right = a.accumulate ? a.totals[1] : 0.0;
-  for (int64_t i = 0; i < a.rows; ++i) {
-    total_loss += loss[i];
-    total_right += right[i];
-  }
-  a.totals[0] = total_loss;
-  a.totals[1] = total_right;
+  add_to_totals(loss, right, a.accumulate, a.totals);
 }
 
 __global__ void __launch_bounds__(kThreads)
     add_losses_kernel(const float* losses, int64_t rows, bool accumulate, double* totals) {
-  __shared__ float loss[kThreads], right[kThreads];
-  double total_loss = accumulate ? totals[0] : 0.0, total_right = accumulate ? totals[1] : 0.0;
-  for (int64_t first = 0; first < rows; first += kThreads) {
-    const int64_t row = first + threadIdx.x;
-    if (row < rows) {
-      loss[threadIdx.x] = losses[row];
-      right[threadIdx.x] = losses[rows + row];
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      const int count = static_cast<int>(rows - first < kThreads ? rows - first : kThreads);
-      for (int i = 0; i < count; ++i) {
-        total_loss += loss[i];
-        total_right += right[i];
-      }
-    }
-    __syncthreads();
+  double loss = 0.0, right = 0.0;
+#pragma unroll 4
+  for (int64_t row = threadIdx.x; row < rows; row += kThreads) {
+    loss += losses[row];
+    right += losses[rows + row];
   }
-  if (threadIdx.x == 0) {
-    totals[0] = total_loss;
-    totals[1] = total_right;
-  }
+  add_to_totals(loss, right, accumulate, totals);
 }
 
 }  // namespace
 
 template <typename S>
 void cross_entropy(CudaStream stream, const CrossEntropy<S>& a) {
+  const bool vectors = a.classes % 4 == 0 && aligned(a.logits) &&
+                       reinterpret_cast<uintptr_t>(a.d_logits) % (4 * sizeof(S)) == 0;
   if (a.rows <= CrossEntropy<S>::kOneBlock) {
     const int64_t warps = a.rows > 0 ? a.rows : 1;
-    launch("cross_entropy", cross_entropy_block_kernel<S>,
+    launch("cross_entropy", vectors ? cross_entropy_block_kernel<4, S> : cross_entropy_block_kernel<1, S>,
            {.grid = dim3(1), .block = dim3(static_cast<unsigned>(32 * warps)), .stream = stream}, a);
     return;
   }
-  launch("cross_entropy", cross_entropy_kernel<S>,
+  launch("cross_entropy", vectors ? cross_entropy_kernel<4, S> : cross_entropy_kernel<1, S>,
          {.grid = dim3(static_cast<unsigned>((a.rows + kRowsPerBlock - 1) / kRowsPerBlock)),
           .block = dim3(kThreads),
           .stream = stream},

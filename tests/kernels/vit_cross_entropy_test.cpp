@@ -119,6 +119,8 @@ TEST_P(VitCrossEntropy, MatchesTheDoubleReference) {
                                {9, 33},
                                {5, 1000},
                                {3, 1025},
+                               {2, 2052},
+                               {34, 1028},
                                {300, 2},
                                {1030, 10},
                                {11, 45},

@@ -50,14 +50,15 @@ template <typename S>
 struct Backward {
   Operand<float> dx;
   Operand<S> d_projected;
-  Operand<float> d_bias, d_class_token, d_position;
+  Operand<float> d_bias, d_class_token, d_position, workspace;
 
   Backward(OpFixture& test, const Shape& s, int64_t misalign = 0)
       : dx(test, normal(s.size(), 11), misalign),
         d_projected(test, s.patches(), misalign),
         d_bias(test, normal(s.width, 12)),
         d_class_token(test, normal(s.width, 13)),
-        d_position(test, normal(s.tokens * s.width, 14)) {}
+        d_position(test, normal(s.tokens * s.width, 14)),
+        workspace(test, (s.tokens - 1) * s.width) {}
 };
 
 class VitTokens : public OpTest {
@@ -91,7 +92,8 @@ class VitTokens : public OpTest {
                                            .d_projected = on(b.d_projected),
                                            .d_bias = on(b.d_bias),
                                            .d_class_token = on(b.d_class_token),
-                                           .d_position = on(b.d_position)});
+                                           .d_position = on(b.d_position),
+                                           .workspace = on(b.workspace)});
       args.accumulate = accumulate;
       return args;
     });

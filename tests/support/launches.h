@@ -16,8 +16,9 @@ namespace gradwire::testing {
 // `op` is the dispatcher's name of the op.
 inline int64_t cuda_launches(const std::string& op) {
   // These ops use a second kernel that adds up partial sums over rows.
-  constexpr std::array<const char*, 5> kTwo = {"attention_backward", "bias_gelu_backward", "column_sum",
-                                               "cross_entropy", "layer_norm_backward"};
+  constexpr std::array<const char*, 6> kTwo = {
+      "assemble_tokens_backward", "attention_backward", "bias_gelu_backward", "column_sum", "cross_entropy",
+      "layer_norm_backward"};
   return std::find(kTwo.begin(), kTwo.end(), op) != kTwo.end() ? 2 : 1;
 }
 

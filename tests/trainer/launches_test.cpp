@@ -64,7 +64,7 @@ GradientGroups groups_of(int ranks, int64_t layers = TrainConfig{}.gradient_grou
 TEST(Launches, AStepOfVitL32StaysWithinItsBudget) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     const OpCount::ByName ops = step_ops("vit_l_32", precision, groups_of(1));
-    EXPECT_LE(cuda_launches(ops), 412) << listed(ops);
+    EXPECT_LE(cuda_launches(ops), 413) << listed(ops);
     // Each layer has 4 products in forward and 4 products in backward, and eight layers share 4 products of
     // weight gradients.
     EXPECT_EQ(ops.at("gemm"), 8 * 24 + 4 * 3 + 5) << listed(ops);
@@ -77,7 +77,7 @@ TEST(Launches, AStepOfVitL32StaysWithinItsBudget) {
 TEST(Launches, TwoLayersShareLaunchesWhenGradientsAreExchanged) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     const OpCount::ByName ops = step_ops("vit_l_32", precision, groups_of(2));
-    EXPECT_LE(cuda_launches(ops), 465) << listed(ops);
+    EXPECT_LE(cuda_launches(ops), 466) << listed(ops);
     // The last two layers of backward compute their weight gradients separately.
     EXPECT_EQ(ops.at("gemm"), 8 * 24 + 4 * 11 + 4 * 2 + 5) << listed(ops);
     EXPECT_EQ(ops.at("attention_backward, first stage"), 23);

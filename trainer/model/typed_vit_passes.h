@@ -142,7 +142,7 @@ class TypedVitPasses final : public VitPasses {
     S* d_features;                    // (B, C)
     // Partial sums of ops whose second stage is one launch per group. Separate memory for each layer.
     PerSlot<float> mlp0_sums, ln2_sums, in_sums, ln1_sums;
-    float *head_bias_sums, *head_norm_sums;
+    float *token_sums, *head_bias_sums, *head_norm_sums;
     // The next two buffers are unused if S is float (kInPlace): see branch_of() and scores_of().
     S* branch;      // (rows, C) a residual branch before the addition
     float* scores;  // (B, H, T, Tp) before softmax

@@ -97,6 +97,7 @@ void TypedVitPasses<S>::backward_embedding(GradientOutput& to) {
                                         .d_bias = to.at(index_.conv_bias),
                                         .d_class_token = to.at(index_.class_token),
                                         .d_position = to.at(index_.position),
+                                        .workspace = a_.token_sums,
                                         .batch = batch_,
                                         .tokens = t,
                                         .width = c,

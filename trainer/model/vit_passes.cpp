@@ -147,6 +147,7 @@ void TypedVitPasses<S>::lay_out_backward(Arena& arena) {
   a_.in_sums = take_sums(options_.fused_attention ? attention_backward_workspace(b, t, c)
                                                   : column_sum_workspace(rows, 3 * c));
   a_.ln1_sums = take_sums(layer_norm_backward_workspace(rows, c));
+  a_.token_sums = take((t - 1) * c);
   a_.head_bias_sums = take(column_sum_workspace(b, config_.classes));
   a_.head_norm_sums = take(layer_norm_backward_workspace(b, c));
 }
