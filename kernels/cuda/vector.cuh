@@ -208,14 +208,15 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 
 template <int W>
 __device__ __forceinline__ void load(const Bf16* from, float (&to)[W]) {
-  static_assert(W == 1 || W == 8);
+  static_assert(W == 1 || W == 4 || W == 8);
   if constexpr (W == 1) {
     to[0] = widen(*from);
   } else {
-    const uint4 x = *reinterpret_cast<const uint4*>(from);
-    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+    uint32_t words[W / 2];
+    const auto x = *reinterpret_cast<const std::conditional_t<W == 8, uint4, uint2>*>(from);
+    memcpy(words, &x, sizeof x);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < W / 2; ++i) {
       to[2 * i] = bits_float(words[i] << 16);
       to[2 * i + 1] = bits_float(words[i] & 0xffff0000u);
     }
@@ -345,9 +346,8 @@ __device__ __forceinline__ void add(float scale, const float (&x)[W], float (&to
   for (int k = 0; k < W; ++k) to[k] = fmaf(scale, x[k], to[k]);
 }
 
-// Divides numbers from 0 to 2^63 - 1 by a divisor that is known before the launch: a product with its
-// reciprocal and a shift (Granlund and Montgomery, 1994), 12 instructions. CUDA's own 64-bit division is a
-// subroutine of about 80. The error of the reciprocal, below 2^-63 / divisor, changes no quotient.
+// Divides numbers from 0 to 2^63 - 1 by a divisor known before the launch: a product with its reciprocal, too
+// large by at most 2^-63, and a shift (Granlund and Montgomery, 1994). CUDA's division is a long subroutine.
 class Divider {
  public:
   explicit Divider(int64_t divisor) : divisor_(divisor) {

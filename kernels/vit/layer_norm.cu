@@ -1,13 +1,16 @@
 // layer_norm and layer_norm_backward.
 //
-// Rows of up to 1024 elements (a multiple of 4, or of 8 with BF16 operands, aligned) are held in the
-// registers of a group of lanes: forward moves 8 B (FP32) or 6 B (BF16) per element, or 16 or 12 B with a
-// residual branch. Backward moves 12 or 10 B, plus 4 B when accumulating into dx and 2 B for a rounded copy
-// of dx, in 16-byte accesses. The backward kernel computes d_gamma, d_beta and the sum of dx in the same
-// pass. A block owns a chunk of rows (kernels/math/column_chunks.h); its groups keep per-column sums in
-// registers, add them in group order and write one partial row. A second kernel adds the partial rows in
+// Rows of up to 1024 elements (a multiple of 4, or of 8 with BF16 operands, aligned) are read once: forward
+// holds them in the registers of a group of lanes and moves 8 B (FP32) or 6 B (BF16) per element, or 16 or 12
+// B with a residual branch. Backward holds them in shared memory and moves 12 or 10 B, plus 4 B when
+// accumulating into dx and 2 B for a rounded copy of dx, in 16-byte accesses. It computes d_gamma, d_beta and
+// the sum of dx in the same pass. A block owns a chunk of rows (kernels/math/column_chunks.h); its threads
+// keep per-column sums in registers and write one partial row. A second kernel adds the partial rows in
 // order. Other rows are processed by one block each, with 4-byte accesses, and the parameter gradients read x
 // and dy a second time. Limit: memory bandwidth. Deterministic: no atomics.
+#include <algorithm>
+
+#include "kernels/cuda/copies.cuh"
 #include "kernels/cuda/vector.cuh"
 #include "kernels/vit/elementwise.h"
 #include "kernels/vit/layer_norm.h"
@@ -80,98 +83,172 @@ __global__ void __launch_bounds__(kRowThreads) layer_norm_slice_kernel(LayerNorm
   }
 }
 
-// Adds the sums of the block's groups in order, in shared memory (3, kWidth), and writes the totals to
-// partial(3, width).
-template <typename Slice, int kItems, int kV>
-__device__ __forceinline__ void store_partial_sums(float (&d_gamma)[kItems][kV], float (&d_beta)[kItems][kV],
-                                                   float (&dx_sum)[kItems][kV], float* shared, int width,
-                                                   float* partial) {
-  constexpr int kWidth = Slice::kWidth;
-  for (int turn = 0; turn < Slice::kRowsPerBlock; ++turn) {
-    if (Slice::group() == turn) {
-#pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-        float* at = shared + Slice::column(j);
-        if (turn > 0) {
-          float before[kV];
-          load<kV>(at, before);
-          add<kV>(before, d_gamma[j]);
-          load<kV>(at + kWidth, before);
-          add<kV>(before, d_beta[j]);
-          load<kV>(at + 2 * kWidth, before);
-          add<kV>(before, dx_sum[j]);
-        }
-        store<kV>(at, d_gamma[j]);
-        store<kV>(at + kWidth, d_beta[j]);
-        store<kV>(at + 2 * kWidth, dx_sum[j]);
+// The rows of a block of layer_norm_backward_slice_kernel, in two stages of up to eight rows: while one is
+// processed, the other arrives. A warp takes the means of a row, a thread four columns of all rows; where
+// rows are short, groups of threads share the rows.
+template <typename S>
+class BackwardRows {
+ public:
+  static constexpr int kRows = kRowThreads / 32;  // most rows of a stage
+
+  // Returns the shared memory for stages of `rows` rows. The sums of all groups take its place at the end.
+  static size_t shared_bytes(int64_t width, int rows) {
+    const auto stages = static_cast<size_t>(width) * (4 + 2 * static_cast<size_t>(rows) * (8 + sizeof(S)));
+    return std::max<size_t>(stages, kRowThreads * 12 * sizeof(float)) + sizeof(Means) * 2 * kRows;
+  }
+
+  __device__ __forceinline__ BackwardRows(const LayerNormBackward<S>& args, int rows, int64_t end,
+                                          unsigned char* memory)
+      : a_(args),
+        width_(static_cast<int>(args.width)),
+        rows_(rows),
+        end_(end),
+        means_(reinterpret_cast<Means*>(memory)),
+        gamma_(reinterpret_cast<float*>(means_ + 2 * kRows)),
+        column_(static_cast<int>(threadIdx.x) % (width_ / 4) * 4),
+        group_(static_cast<int>(threadIdx.x) / (width_ / 4)),
+        groups_(kRowThreads / (width_ / 4)) {
+    for (int c = 4 * static_cast<int>(threadIdx.x); c < width_; c += 4 * kRowThreads)
+      copy_async<16>(gamma_ + c, a_.gamma + c, true);
+  }
+
+  // Begins to copy the rows from `first` on: each warp the row that it reduces.
+  __device__ __forceinline__ void begin(int stage, int64_t first) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    const int64_t row = first + warp;
+    if (warp < rows_ && row < end_) {
+      constexpr int V = kVector<S>;
+      Means& means = means_[stage * kRows + warp];
+      if (lane == 0) copy_async<4>(&means.mean, a_.mean + row, true);
+      if (lane == 1) copy_async<4>(&means.rstd, a_.rstd + row, true);
+      for (int c = 4 * lane; c < width_; c += 128) {
+        copy_async<16>(x(stage, warp) + c, a_.x + row * a_.x_stride + c, true);
+        if (a_.accumulate_dx) copy_async<16>(dx(stage, warp) + c, a_.dx + row * a_.x_stride + c, true);
       }
+      for (int c = V * lane; c < width_; c += 32 * V)
+        copy_async<16>(dy(stage, warp) + c, a_.dy + row * a_.width + c, true);
+    }
+    end_copies();
+  }
+
+  // Waits for a stage, and takes the means of a warp's row over its columns.
+  __device__ __forceinline__ void reduce(int stage, int64_t first) {
+    wait_for_copies<1>();
+    __syncthreads();  // gamma's copies are from all threads
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    if (warp < rows_ && first + warp < end_) {
+      Means& means = means_[stage * kRows + warp];
+      float sum = 0.0f, sum_normalized = 0.0f;
+#pragma unroll 4
+      for (int c = 4 * lane; c < width_; c += 128) {
+        float x4[4], g[4], gamma[4];
+        read(stage, warp, c, means, x4, g);
+        load<4>(gamma_ + c, gamma);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          sum += g[k] * gamma[k];
+          sum_normalized += g[k] * gamma[k] * x4[k];
+        }
+      }
+      const float inverse_width = 1.0f / static_cast<float>(width_);
+      sum = group_reduce<32>(sum, Sum()) * inverse_width;
+      sum_normalized = group_reduce<32>(sum_normalized, Sum()) * inverse_width;
+      if (lane == 0) means.sum = sum, means.sum_normalized = sum_normalized;
     }
     __syncthreads();
   }
-  for (int c = static_cast<int>(threadIdx.x); c < width; c += kRowThreads) {
-    partial[c] = shared[c];
-    partial[width + c] = shared[kWidth + c];
-    partial[2 * width + c] = shared[2 * kWidth + c];
+
+  // Writes dx, and adds to the thread's sums over rows.
+  __device__ __forceinline__ void apply(int stage, int64_t first) {
+    float gamma[4];
+    load<4>(gamma_ + column_, gamma);
+#pragma unroll 2
+    for (int row = group_; row < rows_ && first + row < end_ && group_ < groups_; row += groups_) {
+      const Means means = means_[stage * kRows + row];
+      float x4[4], g[4], out[4] = {};
+      read(stage, row, column_, means, x4, g);
+      if (a_.accumulate_dx) load<4>(dx(stage, row) + column_, out);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        sums_[0][k] += g[k] * x4[k];
+        sums_[1][k] += g[k];
+        out[k] += means.rstd * (g[k] * gamma[k] - means.sum - x4[k] * means.sum_normalized);
+      }
+      const int64_t at = (first + row) * a_.x_stride + column_;
+      store_wide<4>(a_.dx + at, out);
+      add<4>(out, sums_[2]);
+      if (a_.dx_rounded != nullptr) store<4>(a_.dx_rounded + at, out);
+    }
+    __syncthreads();  // the stage may be overwritten
   }
-}
+
+  // Adds the groups' sums in order, and writes the totals to partial(3, width).
+  __device__ __forceinline__ void store_sums(float* partial) {
+    wait_for_copies<0>();
+    for (int i = 0; i < 3 && group_ < groups_; ++i)
+      store<4>(gamma_ + (group_ * 3 + i) * width_ + column_, sums_[i]);
+    __syncthreads();
+    if (group_ != 0) return;
+    for (int i = 0; i < 3; ++i) {
+      for (int group = 1; group < groups_; ++group) {
+        float other[4];
+        load<4>(gamma_ + (group * 3 + i) * width_ + column_, other);
+        add<4>(other, sums_[i]);
+      }
+      store_wide<4>(partial + i * width_ + column_, sums_[i]);
+    }
+  }
+
+ private:
+  struct Means {
+    float mean, rstd, sum, sum_normalized;
+  };
+  __device__ __forceinline__ float* x(int stage, int row) const {
+    return gamma_ + width_ + (stage * rows_ + row) * width_;
+  }
+  __device__ __forceinline__ float* dx(int stage, int row) const {
+    return x(stage + 2, row);
+  }
+  __device__ __forceinline__ S* dy(int stage, int row) const {
+    return reinterpret_cast<S*>(x(4, 0)) + (stage * rows_ + row) * width_;
+  }
+  // Reads four columns: the normalized x, and dy.
+  __device__ __forceinline__ void read(int stage, int row, int c, const Means& means, float (&x4)[4],
+                                       float (&g)[4]) const {
+    load<4>(x(stage, row) + c, x4);
+    load<4>(dy(stage, row) + c, g);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) x4[k] = (x4[k] - means.mean) * means.rstd;
+  }
+
+  const LayerNormBackward<S>& a_;
+  int width_, rows_;
+  int64_t end_;
+  Means* means_;  // of two stages
+  float* gamma_;  // then x, dx and dy, two stages each
+  int column_, group_, groups_;
+  float sums_[3][4] = {};  // d_gamma, d_beta, sum of dx
+};
 
 // Processes one chunk of rows per block. Writes (d_gamma, d_beta, dx_sum) of the chunk to workspace(chunk, 3,
 // width).
-template <int G, int Items, typename S>
+template <typename S>
 __global__ void __launch_bounds__(kRowThreads)
-    layer_norm_backward_slice_kernel(LayerNormBackward<S> a, int64_t rows_per_chunk) {
-  constexpr int V = kVector<S>;
-  using Slice = RowSlice<G, Items, V>;
-  constexpr int kWidth = Slice::kWidth;
-  __shared__ __align__(16) float shared[3 * kWidth];
-  const int width = static_cast<int>(a.width);
-  const float inverse_width = 1.0f / static_cast<float>(width);
+    layer_norm_backward_slice_kernel(const __grid_constant__ LayerNormBackward<S> a, int64_t rows_per_chunk,
+                                     int rows_per_stage) {
+  GW_DYNAMIC_SHARED(unsigned char, memory);
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * rows_per_chunk;
   const int64_t end = begin + rows_per_chunk < a.rows ? begin + rows_per_chunk : a.rows;
-  float d_gamma[Items][V] = {}, d_beta[Items][V] = {}, dx_sum[Items][V] = {};
-  for (int64_t first = begin; first < end; first += Slice::kRowsPerBlock) {
-    const int64_t row = first + Slice::group();
-    const bool live = row < end;
-    const float mean = live ? a.mean[row] : 0.0f, rstd = live ? a.rstd[row] : 0.0f;
-    Slice x, g;
-    x.read(a.x + row * a.x_stride, width, live);
-    g.read(a.dy + row * a.width, width, live);
-    float sum = 0.0f, sum_normalized = 0.0f;
-#pragma unroll
-    for (int j = 0; j < Items; ++j) {
-      const int c = Slice::column(j);
-      if (c >= width) continue;
-      float gamma[V];
-      load<V>(a.gamma + c, gamma);
-#pragma unroll
-      for (int k = 0; k < V; ++k) {
-        x.v[j][k] = (x.v[j][k] - mean) * rstd;
-        d_gamma[j][k] += g.v[j][k] * x.v[j][k];
-        d_beta[j][k] += g.v[j][k];
-        g.v[j][k] *= gamma[k];
-        sum += g.v[j][k];
-        sum_normalized += g.v[j][k] * x.v[j][k];
-      }
-    }
-    sum = group_reduce<G>(sum, Sum()) * inverse_width;
-    sum_normalized = group_reduce<G>(sum_normalized, Sum()) * inverse_width;
-    if (!live) continue;
-    float* dx = a.dx + row * a.x_stride;
-#pragma unroll
-    for (int j = 0; j < Items; ++j) {
-      const int c = Slice::column(j);
-      if (c >= width) continue;
-      float out[V] = {};
-      if (a.accumulate_dx) load<V>(dx + c, out);
-#pragma unroll
-      for (int k = 0; k < V; ++k) out[k] += rstd * (g.v[j][k] - sum - x.v[j][k] * sum_normalized);
-      store<V>(dx + c, out);
-      add<V>(out, dx_sum[j]);
-      if (a.dx_rounded != nullptr) store<V>(a.dx_rounded + row * a.x_stride + c, out);
-    }
+  BackwardRows<S> rows(a, rows_per_stage, end, memory);
+  rows.begin(0, begin);
+  rows.begin(1, begin + rows_per_stage);
+  int stage = 0;
+  for (int64_t first = begin; first < end; first += rows_per_stage, stage ^= 1) {
+    rows.reduce(stage, first);
+    rows.apply(stage, first);
+    rows.begin(stage, first + 2 * rows_per_stage);
   }
-  store_partial_sums<Slice>(d_gamma, d_beta, dx_sum, shared, width,
-                            a.workspace + static_cast<int64_t>(blockIdx.x) * 3 * width);
+  rows.store_sums(a.workspace + static_cast<int64_t>(blockIdx.x) * 3 * a.width);
 }
 
 template <typename S>
@@ -285,10 +362,14 @@ void layer_norm_backward(CudaStream stream, const LayerNormBackward<S>& args) {
   const auto chunks = column_chunks(a.rows);
   const auto count = static_cast<unsigned>(chunks.count);
   if (sliceable(a, a.x, a.dy, a.gamma, a.dx, a.dx_rounded)) {
-    with_row_slice<kVector<S>>(a.width, [&]<int G, int Items>() {
-      launch("layer_norm_backward", layer_norm_backward_slice_kernel<G, Items, S>,
-             {.grid = dim3(count), .block = dim3(kRowThreads), .stream = stream}, a, chunks.rows);
-    });
+    int rows = BackwardRows<S>::kRows;
+    while (rows > 1 && BackwardRows<S>::shared_bytes(a.width, rows) > max_shared_bytes()) --rows;
+    launch("layer_norm_backward", layer_norm_backward_slice_kernel<S>,
+           {.grid = dim3(count),
+            .block = dim3(kRowThreads),
+            .shared_bytes = BackwardRows<S>::shared_bytes(a.width, rows),
+            .stream = stream},
+           a, chunks.rows, rows);
   } else {
     const auto across = static_cast<unsigned>((a.width + kRowThreads - 1) / kRowThreads);
     // Compute the parameter gradients first, because dx may replace dy or x.

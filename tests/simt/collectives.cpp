@@ -188,6 +188,10 @@ int lane_id() {
   return block.current % kWarp;
 }
 
+AsyncCopies& async_copies() {
+  return current_thread().copies;
+}
+
 unsigned lanes_alive() {
   auto warp = static_cast<size_t>(block.current / kWarp);
   unsigned alive = 0;

@@ -38,6 +38,7 @@ struct Thread {
   uint64_t value = 0, result = 0;
   Where where{};
   uint3 index{};
+  AsyncCopies copies{};
 };
 
 // Sets of a warp's lanes. Bit i is lane i.

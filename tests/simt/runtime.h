@@ -21,6 +21,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "tests/simt/vector_types.h"
 
@@ -105,6 +106,19 @@ void preempt();
 [[noreturn]] void fail(const std::string& what);
 
 void* dynamic_shared();
+
+// Copies to shared memory that a thread has begun (kernels/cuda/copies.cuh), and the number of the group that
+// its next copies belong to. A copy from null is of zeros.
+struct AsyncCopies {
+  struct Copy {
+    void* to;
+    const void* from;
+    int bytes, group;
+  };
+  std::vector<Copy> waiting;
+  int group = 0;
+};
+AsyncCopies& async_copies();  // of the running thread
 
 // A `__shared__` declaration, identified by its source location; see shared_memory.cpp.
 struct SharedSite {

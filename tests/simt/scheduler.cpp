@@ -137,6 +137,7 @@ GW_SWITCHES void hand_over() {
 void run_thread() {
   try {
     block.thread_main(block.arguments);
+    if (!current_thread().copies.waiting.empty()) fail("a thread ended before it waited for its copies");
   } catch (const Abandon&) {
   } catch (const std::exception& error) {
     if (block.failure.empty()) block.failure = std::string("the kernel threw an exception: ") + error.what();

@@ -1,11 +1,13 @@
 // Tests that the shim detects each kind of planted bug.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <numeric>
 #include <string>
 #include <vector>
 
+#include "kernels/cuda/copies.cuh"
 #include "runtime/device/launch.cuh"
 #include "tests/support/expect.h"
 
@@ -58,6 +60,47 @@ TEST(SimtCatches, MissingBarrier) {
   };
   for (const auto& text : run(true)) EXPECT_EQ(text, "");
   for (const auto& text : run(false)) expect_has(text, {"reverse", "depends on the order", "parameter 0"});
+}
+
+// Copies an array to shared memory in the background. The bug is that the thread does not wait for its copy,
+// or only for copies before it.
+template <int kNewest>
+__global__ void copies_kernel(int* data, bool waits_at_all) {
+  __shared__ __align__(16) int copy[64];
+  cuda::copy_async<4>(&copy[threadIdx.x], &data[threadIdx.x], true);
+  cuda::end_copies();
+  if (waits_at_all) cuda::wait_for_copies<kNewest>();
+  const int early = copy[threadIdx.x];
+  cuda::wait_for_copies<0>();
+  data[threadIdx.x] = early;
+}
+
+TEST(SimtCatches, MissingWaitForACopyToSharedMemory) {
+  std::vector<int> data(64);
+  auto copied = [&](auto* kernel, bool waits) {  // how often, in ten runs
+    return std::ranges::count_if(failures_of([&] {
+                                   std::iota(data.begin(), data.end(), 0);
+                                   launch("copies", kernel, {.block = dim3(64)}, data.data(), waits);
+                                   if (data[4] != 4) throw Failure("poison");
+                                 }),
+                                 [](const std::string& failure) { return failure.empty(); });
+  };
+  EXPECT_EQ(copied(copies_kernel<0>, true), 10);
+  EXPECT_EQ(copied(copies_kernel<1>, true), 0);
+  EXPECT_EQ(copied(copies_kernel<0>, false), 0);
+}
+
+// Ends with a copy in flight.
+__global__ void forgotten_copy_kernel(int* data) {
+  __shared__ int copy[1];
+  cuda::copy_async<4>(copy, data, true);
+}
+
+TEST(SimtCatches, ThreadsThatEndBeforeTheirCopies) {
+  int data = 0;
+  for (const auto& text :
+       failures_of([&] { launch("forgotten", forgotten_copy_kernel, {.block = dim3(1)}, &data); }))
+    expect_has(text, {"forgotten", "ended before it waited for its copies"});
 }
 
 // Omits a barrier at the end of a loop, so a fast warp overwrites data that a slow warp has not read yet.
