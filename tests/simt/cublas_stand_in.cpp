@@ -8,6 +8,7 @@
 #include <cublas_v2.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -247,11 +248,12 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
   if (requested < 1) return CUBLAS_STATUS_INVALID_VALUE;
   const LtProblem problem{of(desc), of(a), of(b), of(c), of(d)};
   if (const cublasStatus_t status = examine_product(problem); status != CUBLAS_STATUS_SUCCESS) return status;
-  *count = 1;
+  *count = std::min(requested, 10);  // equal algorithms
   found[0] = {};
   found[0].algo = gradwire::simt::describe_algorithm(problem, of(preference));
   found[0].workspaceSize = of(preference).workspace_bytes;
   found[0].state = CUBLAS_STATUS_SUCCESS;
+  std::fill_n(found, *count, found[0]);
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc,
@@ -436,6 +438,27 @@ cudaError_t cudaEventSynchronize(cudaEvent_t) {
   return cudaErrorNotSupported;
 }
 cudaError_t cudaEventElapsedTime(float*, cudaEvent_t, cudaEvent_t) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t*, cudaGraph_t, unsigned long long) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t) {
   return cudaErrorNotSupported;
 }
 #endif

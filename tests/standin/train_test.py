@@ -89,6 +89,20 @@ def memory_problem(gradwire):
     return "" if line in result.stdout else result.stdout + result.stderr
 
 
+def tuning_problem(gradwire):
+    """Returns what is wrong with a run that times algorithms of products, and with a second that reads them."""
+    with tempfile.TemporaryDirectory() as folder:
+        choices = pathlib.Path(folder) / "tuning"
+        text = []
+        for flags in ("", "--graph"):
+            result = start(gradwire, "cuda", 1, flags, "", GRADWIRE_TUNING=str(choices))
+            if result.returncode != 0:
+                return result.stdout + result.stderr
+            text.append(choices.read_text())
+        timed = text[0].count("\n") - 1
+        return "" if timed > 8 and text[0] == text[1] else f"{timed} products timed, then {text[1]}"
+
+
 def main():
     gradwire, few = sys.argv[1], sys.argv[2:] == ["few"]
     failures = 0
@@ -111,7 +125,8 @@ def main():
         print(f"{ranks} ranks {flags}:"
               f" {'refused: ok' if refused else 'FAILED: not refused: ' + result.stdout + result.stderr}")
     for text, problem in (("a host run makes no CUDA call", host_run_problem),
-                          ("a dry run compares its memory with the GPU's", memory_problem)):
+                          ("a dry run compares its memory with the GPU's", memory_problem),
+                          ("algorithms of products are timed once", tuning_problem)):
         found = problem(gradwire)
         failures += found != ""
         print(f"{text}: {'FAILED: ' + found if found else 'ok'}")
