@@ -12,6 +12,7 @@
 
 #include "kernels/cuda/copies.cuh"
 #include "kernels/cuda/vector.cuh"
+#include "kernels/math/gelu.h"
 #include "kernels/vit/elementwise.h"
 #include "kernels/vit/layer_norm.h"
 
@@ -101,6 +102,7 @@ class BackwardRows {
                                           unsigned char* memory)
       : a_(args),
         width_(static_cast<int>(args.width)),
+        inverse_width_(reciprocal(static_cast<float>(width_))),
         rows_(rows),
         end_(end),
         means_(reinterpret_cast<Means*>(memory)),
@@ -117,16 +119,12 @@ class BackwardRows {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int64_t row = first + warp;
     if (warp < rows_ && row < end_) {
-      constexpr int V = kVector<S>;
       Means& means = means_[stage * kRows + warp];
       if (lane == 0) copy_async<4>(&means.mean, a_.mean + row, true);
       if (lane == 1) copy_async<4>(&means.rstd, a_.rstd + row, true);
-      for (int c = 4 * lane; c < width_; c += 128) {
-        copy_async<16>(x(stage, warp) + c, a_.x + row * a_.x_stride + c, true);
-        if (a_.accumulate_dx) copy_async<16>(dx(stage, warp) + c, a_.dx + row * a_.x_stride + c, true);
-      }
-      for (int c = V * lane; c < width_; c += 32 * V)
-        copy_async<16>(dy(stage, warp) + c, a_.dy + row * a_.width + c, true);
+      copy_row(x(stage, warp), a_.x + row * a_.x_stride);
+      if (a_.accumulate_dx) copy_row(dx(stage, warp), a_.dx + row * a_.x_stride);
+      copy_row(dy(stage, warp), a_.dy + row * a_.width);
     }
     end_copies();
   }
@@ -150,9 +148,8 @@ class BackwardRows {
           sum_normalized += g[k] * gamma[k] * x4[k];
         }
       }
-      const float inverse_width = 1.0f / static_cast<float>(width_);
-      sum = group_reduce<32>(sum, Sum()) * inverse_width;
-      sum_normalized = group_reduce<32>(sum_normalized, Sum()) * inverse_width;
+      sum = group_reduce<32>(sum, Sum()) * inverse_width_;
+      sum_normalized = group_reduce<32>(sum_normalized, Sum()) * inverse_width_;
       if (lane == 0) means.sum = sum, means.sum_normalized = sum_normalized;
     }
     __syncthreads();
@@ -185,11 +182,15 @@ class BackwardRows {
   // Adds the groups' sums in order, and writes the totals to partial(3, width).
   __device__ __forceinline__ void store_sums(float* partial) {
     wait_for_copies<0>();
-    for (int i = 0; i < 3 && group_ < groups_; ++i)
-      store<4>(gamma_ + (group_ * 3 + i) * width_ + column_, sums_[i]);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      if (group_ < groups_) store<4>(gamma_ + (group_ * 3 + i) * width_ + column_, sums_[i]);
+    }
     __syncthreads();
     if (group_ != 0) return;
+#pragma unroll
     for (int i = 0; i < 3; ++i) {
+#pragma unroll 1
       for (int group = 1; group < groups_; ++group) {
         float other[4];
         load<4>(gamma_ + (group * 3 + i) * width_ + column_, other);
@@ -203,6 +204,16 @@ class BackwardRows {
   struct Means {
     float mean, rstd, sum, sum_normalized;
   };
+  template <typename T>
+  __device__ __forceinline__ void copy_row(T* to, const T* from) const {
+    constexpr int V = kVector<T>;
+    const int begin = static_cast<int>(threadIdx.x) % 32 * V, left = width_ - begin;
+    to += begin, from += begin;
+#pragma unroll
+    for (int c = 0; c < kLongestSlicedRow; c += 32 * V) {
+      if (c < left) copy_async<16>(to + c, from + c, true);
+    }
+  }
   __device__ __forceinline__ float* x(int stage, int row) const {
     return gamma_ + width_ + (stage * rows_ + row) * width_;
   }
@@ -222,7 +233,9 @@ class BackwardRows {
   }
 
   const LayerNormBackward<S>& a_;
-  int width_, rows_;
+  int width_;
+  float inverse_width_;
+  int rows_;
   int64_t end_;
   Means* means_;  // of two stages
   float* gamma_;  // then x, dx and dy, two stages each
@@ -233,7 +246,7 @@ class BackwardRows {
 // Processes one chunk of rows per block. Writes (d_gamma, d_beta, dx_sum) of the chunk to workspace(chunk, 3,
 // width).
 template <typename S>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 1)
     layer_norm_backward_slice_kernel(const __grid_constant__ LayerNormBackward<S> a, int64_t rows_per_chunk,
                                      int rows_per_stage) {
   GW_DYNAMIC_SHARED(unsigned char, memory);

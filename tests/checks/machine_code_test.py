@@ -49,7 +49,7 @@ class MachineCodeTest(unittest.TestCase):
         hot = self.hot("LDGSTS.E.BYPASS.128 [R5], desc[UR4][R2.64]", "LDGSTS.E [R5+0x10], desc[UR4][R4.64]",
                        "LDGDEPBAR", "DEPBAR.LE SB0, 0x6", "LDS.128 R8, [R6]", "@P0 BRA 0x0", "EXIT")
         self.assertEqual((hot.loads, hot.wide_loads), (20, 1))
-        self.assertEqual(hot.in_flight, 7 * 4)
+        self.assertEqual(hot.in_flight, 7 * 16)
 
     def test_the_hot_loop_moves_most_in_16_byte_accesses_and_is_the_inner_one(self):
         hot = self.hot("MOV R1, R2", "LDG.E.128 R8, desc[UR4][R2.64]", "@P1 BRA 0x10", "@P0 BRA 0x0",

@@ -119,14 +119,16 @@ def bytes_in_flight(body: list[Instruction], is_loop: bool) -> int:
 
     A load, and all earlier loads, end at the first instruction that reads the loaded register, because a
     thread issues in order. The count covers two iterations of a loop, so that it includes prefetches. Copies
-    to shared memory form groups, each of at least the shortest copy; the loop waits until a number of groups
-    are left (DEPBAR).
+    to shared memory form groups, which end at LDGDEPBAR; the loop waits until a number of groups are left
+    (DEPBAR). Where there are copies of 16 bytes, shorter ones are for unaligned arrays, and don't count.
     """
     waiting: list[tuple[set[int], int]] = []
     copies = [i.bytes for i in body if i.name == "LDGSTS"]
+    copies = [size for size in copies if size == max(copies)]
     left = [int(match.group(1), 16) for i in body if i.name == "DEPBAR"
             and (match := re.match(r"SB0, 0x([0-9a-f]+)", i.operands))]
-    most = min(copies) * (max(left) + 1) if copies and left else 0
+    groups = max(1, sum(i.name == "LDGDEPBAR" for i in body))
+    most = sum(copies) // groups * (max(left) + 1) if copies and left else 0
     for instruction in body * (2 if is_loop else 1):
         read = set(instruction.read())
         for position in range(len(waiting) - 1, -1, -1):
