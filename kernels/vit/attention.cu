@@ -1,4 +1,5 @@
 // attention and attention_backward: a block per image and head, which holds the head's rows in shared memory.
+// Short sequences in BF16 take the kernels of attention_short.cuh.
 //
 // Forward: a warp takes 16 queries and walks over the keys, 16 at a time. It computes scores, their
 // exponentials relative to the largest so far, and the weighted sum of values, which is rescaled when a
@@ -17,6 +18,7 @@
 #include "kernels/math/gelu.h"
 #include "kernels/vit/attention.cuh"
 #include "kernels/vit/attention.h"
+#include "kernels/vit/attention_short.cuh"
 #include "kernels/vit/elementwise.h"
 
 namespace gradwire::cuda {
@@ -277,6 +279,15 @@ template bool attention_fits<Bf16>(int64_t, int64_t);
 template <typename S>
 void attention(CudaStream stream, const Attention<S>& a) {
   if (a.batch <= 0 || a.tokens <= 0 || a.heads <= 0 || a.head_dim <= 0) return;
+  if constexpr (std::is_same_v<S, Bf16>) {
+    if (takes_short(a)) {
+      launch_short<Attention<S>>("attention",
+                                 {short_attention_kernel<1>, short_attention_kernel<2>,
+                                  short_attention_kernel<3>, short_attention_kernel<4>},
+                                 stream, a, 3);
+      return;
+    }
+  }
   launch_heads("attention", attention_kernel<32, S>, attention_kernel<64, S>, stream, a,
                tile_rows(a.tokens) / kTile, shared_bytes<S>(a.tokens, a.head_dim, 3, 0),
                takes_vectors<S>(a.head_dim, a.qkv, a.merged));
@@ -285,6 +296,17 @@ void attention(CudaStream stream, const Attention<S>& a) {
 template <typename S>
 void attention_backward(CudaStream stream, const AttentionBackward<S>& a) {
   if (a.tokens <= 0 || a.heads <= 0 || a.head_dim <= 0) return;
+  if constexpr (std::is_same_v<S, Bf16>) {
+    if (takes_short(a, a.d_merged, a.d_qkv, a.workspace)) {
+      launch_short<AttentionBackward<S>>(
+          "attention_backward",
+          {short_attention_backward_kernel<1>, short_attention_backward_kernel<2>,
+           short_attention_backward_kernel<3>, short_attention_backward_kernel<4>},
+          stream, a, 6);
+      if (!a.partial_only) combine_sums(stream, {{a.sums()}});
+      return;
+    }
+  }
   const int64_t tiles = tile_rows(a.tokens) / kTile;
   launch_heads("attention_backward", attention_backward_kernel<32, S>, attention_backward_kernel<64, S>,
                stream, a, 2 * tiles, shared_bytes<S>(a.tokens, a.head_dim, 4, 3),

@@ -32,22 +32,23 @@ using Values = float[4];
 // Adds a (16, 16) b (16, 8) to c (16, 8), for BF16 in registers in the layout of mma.m16n8k16.
 __device__ __forceinline__ void multiply_add(Values& c, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef GRADWIRE_SIMT
-  const uint32_t b[2] = {b0, b1};
+  // The operands of all lanes: one thread of a block runs at a time.
+  static thread_local uint32_t words[32][32][6];
+  auto& lanes = words[threadIdx.x / 32];
+  const uint32_t mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  memcpy(lanes[Lane::lane()], mine, sizeof mine);
+  __syncwarp();
   // `from` is the lane of a quad that holds elements 2 from, 2 from + 1, and these plus 8.
   for (int from = 0; from < 4; ++from) {
-    uint32_t rows[4];
-    for (int i = 0; i < 4; ++i) rows[i] = __shfl_sync(kFullWarp, a[i], 4 * Lane::row() + from);
-    for (int j = 0; j < 2; ++j) {
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t column = __shfl_sync(kFullWarp, b[half], 4 * (Lane::column() + j) + from);
-        for (int r = 0; r < 2; ++r) {
-          const uint32_t row = rows[2 * half + r];
-          c[2 * r + j] += bits_float(row << 16) * bits_float(column << 16);
-          c[2 * r + j] += bits_float(row & 0xffff0000u) * bits_float(column & 0xffff0000u);
-        }
-      }
+    for (int i = 0; i < 8; ++i) {
+      const int j = i / 4, half = i / 2 % 2, r = i % 2;
+      const uint32_t row = lanes[4 * Lane::row() + from][2 * half + r];
+      const uint32_t column = lanes[4 * (Lane::column() + j) + from][4 + half];
+      c[2 * r + j] += bits_float(row << 16) * bits_float(column << 16);
+      c[2 * r + j] += bits_float(row & 0xffff0000u) * bits_float(column & 0xffff0000u);
     }
   }
+  __syncwarp();
 #else
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"

@@ -111,6 +111,21 @@ class VitAttention : public OpTest {
   }
 };
 
+// Heads of 64 elements in BF16 have kernels for at most 64 tokens, one for each number of tiles.
+TEST_P(VitAttention, ShortSequencesOfAnyLengthAreWithinTheirRoundingError) {
+  for (int64_t tokens = 1; tokens <= 65; ++tokens) {
+    const Shape s{1 + tokens % 2, tokens, 1 + tokens % 3, 64};
+    SCOPED_TRACE(s.name());
+    Problem<Bf16> want(s, static_cast<uint32_t>(tokens), 1.0f);
+    const Problem<Bf16> got = run(s, want, true, 0);
+    want.reference(s, true);
+    expect_close(widened(got.merged), widened(want.merged), 3e-2, "merged");
+    expect_close(widened(got.d_qkv), widened(want.d_qkv), 3e-2, "d_qkv");
+    expect_close(got.statistics, want.statistics, 1e-5, "statistics");
+    expect_close(got.d_bias, want.d_bias, 3e-2, "d_bias", 4.0);
+  }
+}
+
 TEST_P(VitAttention, MatchesTheDoubleReference) {
   // The error is 4e-6 with fused multiply-adds. Sanitizer builds also round each product.
   expect_reference<float>(1e-5, 1e-5);
@@ -213,37 +228,55 @@ TEST_P(VitAttention, Bf16IsAboutAsAccurateAsTheUnfusedChain) {
   }
 }
 
-TEST_P(VitAttention, HugeScoresStayFiniteAndSelectOneKey) {
-  const Shape s{1, 20, 1, 8};
-  Problem<float> in(s, 5, 1.0f);
+template <typename S>
+void expect_one_key_selected(VitAttention& test, int64_t dim) {
+  const Shape s{1, 20, 1, dim};
+  Problem<S> in(s, 5, 1.0f);
   // Query i and key i are large and point in the same direction. The directions for different i differ as far
   // as eight dimensions allow.
   for (int64_t t = 0; t < s.tokens; ++t) {
-    for (int64_t d = 0; d < s.dim; ++d) {
-      in.qkv[t * 24 + d] = d == t % 8 ? 1e4f : 0.0f;
-      in.qkv[t * 24 + 8 + d] = d == t % 8 && t < 8 ? 1e4f : 0.0f;
+    for (int64_t d = 0; d < dim; ++d) {
+      in.qkv[t * 3 * dim + d] = narrow<S>(d == t % 8 ? 1e4f : 0.0f);
+      in.qkv[t * 3 * dim + dim + d] = narrow<S>(d == t % 8 && t < 8 ? 1e4f : 0.0f);
     }
   }
-  const Problem<float> got = run(s, in, false, 0);
+  const Problem<S> got = test.run(s, in, false, 0);
   for (int64_t t = 0; t < s.tokens; ++t) {
-    for (int64_t d = 0; d < s.dim; ++d) EXPECT_EQ(got.merged[t * 8 + d], in.qkv[t % 8 * 24 + 16 + d]);
+    for (int64_t d = 0; d < dim; ++d) {
+      // A BF16 weight of the largest score may differ from 1 by a rounding.
+      const float want = widen(in.qkv[(t % 8 * 3 + 2) * dim + d]);
+      EXPECT_NEAR(widen(got.merged[t * dim + d]), want, sizeof(S) == 2 ? std::abs(want) / 128 : 0.0f);
+    }
   }
-  for (float x : got.d_qkv) EXPECT_TRUE(std::isfinite(x));
+  for (S x : got.d_qkv) EXPECT_TRUE(std::isfinite(widen(x)));
+}
+
+TEST_P(VitAttention, HugeScoresStayFiniteAndSelectOneKey) {
+  expect_one_key_selected<float>(*this, 8);
+  expect_one_key_selected<Bf16>(*this, 64);
+}
+
+template <typename S>
+void expect_nan_confined(VitAttention& test, int64_t dim) {
+  const Shape s{2, 18, 2, dim};
+  const auto width = static_cast<size_t>(s.width()), head = static_cast<size_t>(dim);
+  Problem<S> in(s, 6, 1.0f);
+  // The NaN is in a query of image 0, head 0.
+  in.qkv[4 * 3 * width + 3] = narrow<S>(std::numeric_limits<float>::quiet_NaN());
+  const Problem<S> got = test.run(s, in, false, 0);
+  for (size_t i = 0; i < got.merged.size(); ++i)
+    EXPECT_EQ(std::isnan(widen(got.merged[i])), i / width == 4 && i % width < head) << i;
+  for (size_t i = 0; i < got.d_qkv.size(); ++i) {
+    if (i / (3 * width) >= 18 || i % width >= head) {
+      EXPECT_FALSE(std::isnan(widen(got.d_qkv[i]))) << i;
+    }
+  }
+  EXPECT_TRUE(std::isnan(got.d_bias[0]));
 }
 
 TEST_P(VitAttention, NanStaysInItsHeadAndImage) {
-  const Shape s{2, 18, 2, 8};
-  Problem<float> in(s, 6, 1.0f);
-  // The NaN is in a query of image 0, head 0.
-  in.qkv[4 * 48 + 3] = std::numeric_limits<float>::quiet_NaN();
-  const Problem<float> got = run(s, in, false, 0);
-  for (size_t i = 0; i < got.merged.size(); ++i)
-    EXPECT_EQ(std::isnan(got.merged[i]), i / 16 == 4 && i % 16 < 8) << i;
-  for (size_t i = 0; i < got.d_qkv.size(); ++i) {
-    if (i / 48 >= 18 || i % 16 >= 8) {
-      EXPECT_FALSE(std::isnan(got.d_qkv[i])) << i;
-    }
-  }
+  expect_nan_confined<float>(*this, 8);
+  expect_nan_confined<Bf16>(*this, 64);
 }
 
 TEST_P(VitAttention, BackwardIsTheDerivativeOfForward) {
