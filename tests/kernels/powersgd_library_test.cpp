@@ -57,7 +57,7 @@ class PowerSgdByLibrary : public PowerSgdFixture {
                                                      .pending = held,
                                                      .p = f.data(),
                                                      .q = out.data()},
-                                                    *products, marks.data());
+                                                    products, marks.data());
       } else {
         gradwire::by_library::powersgd_project(stream,
                                                {.table = &b.table,
@@ -66,7 +66,7 @@ class PowerSgdByLibrary : public PowerSgdFixture {
                                                 .pending = held,
                                                 .q = f.data(),
                                                 .p = out.data()},
-                                               *products, marks.data());
+                                               products, marks.data());
       }
       stream.synchronize();
     }
@@ -157,7 +157,7 @@ TEST_P(PowerSgdByLibrary, FlaggedMatricesHaveAZeroQ) {
   StandInProducts library;
   gradwire::by_library::powersgd_back_project(
       stream, {.table = &b.table, .m = m.data(), .p = p.data(), .q = q.data(), .flags = flags.data()},
-      *thin_products(GetParam().device));
+      thin_products(GetParam().device));
   stream.synchronize();
   const auto want = back_project(b, m.host(), p.host(), {1, 0}), got = q.host();
   for (const auto& d : b.table.host()) {
