@@ -176,14 +176,14 @@ const struct {
     {"powersgd_project",
      "",
      "powersgd",
-     {1, 4, 32, 64},
+     {1, 4, 32, 64, 128},
      [](Arena&, const Matrices& m) {
        return m.launch(powersgd_project, {m.table, m.grad, m.residual, m.pending, m.q, m.p}, 12, 2);
      }},
     {"powersgd_back_project",
      "",
      "powersgd",
-     {1, 4, 32, 64},
+     {1, 4, 32, 64, 128},
      [](Arena&, const Matrices& m) {
        return m.launch(powersgd_back_project, {m.table, m.residual, m.p, m.q, m.flags}, 4, 1);
      }},
@@ -224,8 +224,8 @@ const struct {
        return problem(powersgd_overwrite, {.table = m.table, .marks = marks, .p = m.p}, 4,
                       m.table->p_elements() + m.table->count(), m.shape);
      }},
-    {"gemm", "P = M Q, ", "powersgd-blas", {32, 64}, by_library<Product::project>},
-    {"gemm", "Q = M^T P, ", "powersgd-blas", {32, 64}, by_library<Product::back_project>},
+    {"gemm", "P = M Q, ", "powersgd-blas", {32, 64, 128}, by_library<Product::project>},
+    {"gemm", "Q = M^T P, ", "powersgd-blas", {32, 64, 128}, by_library<Product::back_project>},
     {"gemm", "E -= P Q^T, ", "powersgd-blas", {32, 64}, by_library<Product::residual>},
     // The factors P of all matrices. Random columns take one pass.
     {"orthonormalize",

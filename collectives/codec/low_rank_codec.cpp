@@ -63,11 +63,15 @@ namespace {
 // 6.5 million elements takes 37 to 38 ms in one part and 40 to 41 ms in two parts.
 constexpr int64_t kElementsToHalve = 32 << 20;
 
-// From these ranks on, cuBLAS computes the products of a pass. On an H200, 151 matrices of 1 GiB in total
-// with error feedback take at rank 32, fused and with cuBLAS: 3.8 and 3.5 ms to project, 6.1 and 3.1 ms to
-// project_onto; to back_project 1.4 and 1.9 ms at rank 32, 2.7 and 2.1 ms at rank 64
-// (docs/results/2026-11-26-gpu).
-constexpr int kLibraryRank = 32, kBackProjectLibraryRank = 64;
+// From this rank on, cuBLAS computes the products of the passes on a GPU. On an H200, back_project of 151
+// matrices of 1 GiB in total takes 1.9 and 2.1 ms with cuBLAS at rank 32 and 64
+// (docs/results/2026-11-26-gpu); FMAs limit Gradwire's kernels to 0.3 ms for each 32 columns. Awaits
+// measurement (gradwire-bench kernels).
+constexpr int kLibraryRank = 128;
+// Above these ranks, passes on a GPU form M first, with 4 more bytes per element: project, because pending
+// factors do not fit in shared memory, and project_onto, because M is read again for every 8 columns. (At
+// rank 4, its 1.23 ms for the same matrices are no less than those of both steps.)
+constexpr int kMaxFusedRank = 32, kMaxFusedOntoRank = 4;
 
 // The compressed tensors, and their positions in the packed factors. Factors and dense pieces begin at
 // multiples of 4 elements for vectorized kernels, or at blocks of the wire format. The gaps are zero.
@@ -120,11 +124,11 @@ class LowRankCodec final : public Codec {
     // A rank that cannot load cuBLAS has other last bits in its products. The ranks' results are the same
     // anyway, because every product is summed over the ranks.
     const Device device = c.transport->device();
-    const auto library = [&](int least) {  // on the host only tests have one, and use it at every rank
-      return device.is_host() || matrices_.max_rank() >= least ? thin_products(device) : nullptr;
-    };
-    projections_ = library(kLibraryRank);
-    back_projections_ = library(kBackProjectLibraryRank);
+    const int rank = matrices_.max_rank();
+    // On the host only tests have a library, and use it at every rank.
+    if (device.is_host() || rank >= kLibraryRank) products_ = thin_products(device);
+    forms_first_ = products_ != nullptr || (!device.is_host() && rank > kMaxFusedRank);
+    forms_first_onto_ = forms_first_ || (!device.is_host() && rank > kMaxFusedOntoRank);
     for (const Buffer* b : buffers()) fill_zero(c.stream, b->data(), b->bytes());
     for (FactorState& factor : factors_) {
       if (has_matrices() && (spec_.alternate || factor.which == Factor::q)) draw_basis(c.stream, factor);
@@ -203,7 +207,7 @@ class LowRankCodec final : public Codec {
                        matrices_.count(), matrices_.elements(),
                        spec_.alternate ? fmt::format("{} or {}", p, q) : fmt::to_string(p + q),
                        plan_.dense.size(), plan_.dense_elements, spec_.wire->name, residual_.describe(),
-                       projections_ == nullptr ? "" : "; products by " + projections_->name());
+                       products_ == nullptr ? "" : "; products by " + products_->name());
   }
 
   PlannedAllreduces plan() const override {
@@ -371,8 +375,8 @@ class LowRankCodec final : public Codec {
                                  .pending = pending,
                                  .q = other.basis.as<const float>(),
                                  .p = sum_.as<float>()};
-      projections_ != nullptr ? by_library::powersgd_project(stream, args, *projections_, marks)
-                              : powersgd_project(stream, args);
+      forms_first_ ? by_library::powersgd_project(stream, args, products_, marks)
+                   : powersgd_project(stream, args);
     } else {
       const PowerSgdProjectOnto args{.table = &matrices_,
                                      .grad = gradients_,
@@ -380,8 +384,8 @@ class LowRankCodec final : public Codec {
                                      .pending = pending,
                                      .p = other.basis.as<const float>(),
                                      .q = sum_.as<float>()};
-      projections_ != nullptr ? by_library::powersgd_project_onto(stream, args, *projections_, marks)
-                              : powersgd_project_onto(stream, args);
+      forms_first_onto_ ? by_library::powersgd_project_onto(stream, args, products_, marks)
+                        : powersgd_project_onto(stream, args);
     }
   }
 
@@ -409,8 +413,7 @@ class LowRankCodec final : public Codec {
                                    .p = factors_[0].basis.as<const float>(),
                                    .q = sum,
                                    .flags = flags_.as<const int32_t>() + half.first};
-    back_projections_ != nullptr ? by_library::powersgd_back_project(stream, back, *back_projections_)
-                                 : powersgd_back_project(stream, back);
+    by_library::powersgd_back_project(stream, back, products_);
     if (residual_ && !dion()) keep_own(stream, factors_[1], sum + half.q_begin, half.q_begin, half.q_count);
     if (halves_.size() == 1) return half.allreduce.program->run(stream, &phases);
     half.ready.record(stream);
@@ -540,12 +543,11 @@ class LowRankCodec final : public Codec {
   Buffer sum_;         // [P | dense] or [Q | dense]: first the values of this rank, then the mean
   Buffer lost_;        // with keeps_losses_: the residual of the allreduce of sum_
   Buffer flags_;
-  Buffer marks_;    // scratch of the library's passes
-  Buffer scratch_;  // of orthonormalize()
-  // The library for the products with P and Q, and for those of back_project; null: the fused kernels.
-  ThinProducts* projections_ = nullptr;
-  ThinProducts* back_projections_ = nullptr;
-  std::array<FactorState, 2> factors_;  // P, Q
+  Buffer marks_;                                         // scratch of the library's passes
+  Buffer scratch_;                                       // of orthonormalize()
+  ThinProducts* products_ = nullptr;                     // the library for products; null: Gradwire's kernels
+  bool forms_first_ = false, forms_first_onto_ = false;  // project and project_onto by two steps
+  std::array<FactorState, 2> factors_;                   // P, Q
   // alternate=off: this step's Q, and one or two halves of it; no halves without matrices. q_lost_: only with
   // error feedback and a lossy format.
   Buffer q_sum_, q_lost_;

@@ -226,17 +226,146 @@ void launch_for_rank(CudaStream stream, const MatrixTable& table, const BackProj
     launch_back_project<2, kForms>(stream, table, a);
   } else if (rank <= 4) {
     launch_back_project<4, kForms>(stream, table, a);
-  } else {
+  } else if constexpr (kForms) {
     launch_back_project<8, kForms>(stream, table, a);
   }
+}
+
+// Above kMaxNarrowRank: a block computes 64 columns x 32 columns of P, and M is read once for 32 columns.
+// Stages of 64 rows of both pass through shared memory, copied while the last two are multiplied. Each warp
+// multiplies every eighth row: a lane adds 8 x 8 products of four 16-byte reads. The warps' sums are added in
+// order at the end.
+
+constexpr int kStages = 3, kStageRows = 64;
+constexpr int kPlane = kStageRows * kPitch;  // floats of 32 columns of M or P
+constexpr int kStageFloats = (kWidePanelColumns / kWarpTile + 1) * kPlane;
+
+struct WidePanel {
+  const float *m, *p;  // the block's columns, from the first row that is not staged yet
+  int cols, rank;
+  int columns, factors;  // the number of columns of M and of P within the matrix
+  int rows;              // rows left
+};
+
+template <bool kVector>
+__device__ __forceinline__ void load_stage(WidePanel& panel, float* stage) {
+#pragma unroll
+  for (int c = 0; c < kWidePanelColumns; c += kWarpTile, stage += kPlane) {
+    stage_rows<kStageRows, kVector>(panel.m + c, panel.cols, min(kWarpTile, panel.columns - c), panel.rows,
+                                    stage);
+  }
+  stage_rows<kStageRows, kVector>(panel.p, panel.rank, panel.factors, panel.rows, stage);
+  panel.m += int64_t{kStageRows} * panel.cols;
+  panel.p += int64_t{kStageRows} * panel.rank;
+  panel.rows -= kStageRows;
+  end_copies();
+}
+
+// Adds the products of the warp's rows of a stage. Both halves of acc[] are 32 columns of M apart, both
+// halves of acc[][] 16 columns of P.
+__device__ __forceinline__ void multiply_stage(const float* stage, const TileLane& lane, float (&acc)[8][8]) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const float* m = stage + warp * kPitch + 4 * lane.quad;
+  const float* p = stage + 2 * kPlane + warp * kPitch + 4 * lane.row;
+#pragma unroll 1
+  for (int row = 0; row < kStageRows; row += kWarps) {
+    float left[8], right[8];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float4 x = *reinterpret_cast<const float4*>(m + row * kPitch + half * kPlane);
+      const float4 y = *reinterpret_cast<const float4*>(p + row * kPitch + 16 * half);
+      left[4 * half] = x.x, left[4 * half + 1] = x.y, left[4 * half + 2] = x.z, left[4 * half + 3] = x.w;
+      right[4 * half] = y.x, right[4 * half + 1] = y.y, right[4 * half + 2] = y.z, right[4 * half + 3] = y.w;
+    }
+#pragma unroll
+    for (int e = 0; e < 64; ++e) acc[e / 8][e % 8] = fmaf(left[e / 8], right[e % 8], acc[e / 8][e % 8]);
+  }
+}
+
+template <bool kVector>
+__device__ __forceinline__ void back_project_wide_panel(WidePanel panel, float* q, float* shared) {
+  const int steps = (panel.rows + kStageRows - 1) / kStageRows, thread = static_cast<int>(threadIdx.x);
+  const TileLane lane;
+  float acc[8][8] = {};
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    load_stage<kVector>(panel, shared + stage * kStageFloats);
+  }
+  int stage = 0, loaded = kStages - 1;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    wait_for_copies<kStages - 2>();
+    __syncthreads();  // the readers of the stage loaded next are done as well
+    load_stage<kVector>(panel, shared + loaded * kStageFloats);
+    multiply_stage(shared + stage * kStageFloats, lane, acc);
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+    loaded = loaded == kStages - 1 ? 0 : loaded + 1;
+  }
+  wait_for_copies<0>();
+  __syncthreads();
+  float* const part = shared + thread / 32 * kWidePanelColumns * kWarpTile;
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+    float* const row = part + (c / 4 * 32 + 4 * lane.quad + c % 4) * kWarpTile + 4 * lane.row;
+    *reinterpret_cast<float4*>(row) = make_float4(acc[c][0], acc[c][1], acc[c][2], acc[c][3]);
+    *reinterpret_cast<float4*>(row + 16) = make_float4(acc[c][4], acc[c][5], acc[c][6], acc[c][7]);
+  }
+  __syncthreads();
+  const int k = thread % kWarpTile;
+  for (int column = thread / kWarpTile; column < panel.columns && k < panel.factors; column += kWarps) {
+    float sum = 0.0f;
+    for (int w = 0; w < kWarps; ++w) sum += shared[(w * kWidePanelColumns + column) * kWarpTile + k];
+    q[static_cast<int64_t>(column) * panel.rank + k] = sum;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 2)
+    back_project_wide_kernel(const __grid_constant__ BackProjectArgs a, int parts_of_rank) {
+  GW_DYNAMIC_SHARED(float, shared);
+  __shared__ int found[1];
+  const int block = static_cast<int>(blockIdx.x) / parts_of_rank;
+  const int k0 = static_cast<int>(blockIdx.x) % parts_of_rank * kWarpTile;
+  const int matrix = find_matrix(a.matrices, &MatrixBlocks::wide_panel, block, found);
+  const MatrixDescriptor d = a.matrices.descriptors[matrix];
+  if (k0 >= d.rank) return;
+  const int column0 = (block - a.matrices.starts[matrix].wide_panel) * kWidePanelColumns;
+  const WidePanel panel{.m = a.m + d.offset + column0,
+                        .p = a.p + d.p_offset + k0,
+                        .cols = d.cols,
+                        .rank = d.rank,
+                        .columns = min(kWidePanelColumns, d.cols - column0),
+                        .factors = min(kWarpTile, d.rank - k0),
+                        .rows = d.rows};
+  float* const q = a.q + d.q_offset + static_cast<int64_t>(column0) * d.rank + k0;
+  if (a.flags != nullptr && a.flags[matrix] != 0) {  // M was not finite
+    const int k = static_cast<int>(threadIdx.x) % kWarpTile;
+    for (int column = static_cast<int>(threadIdx.x) / kWarpTile; column < panel.columns; column += kWarps) {
+      if (k < panel.factors) q[static_cast<int64_t>(column) * panel.rank + k] = 0.0f;
+    }
+  } else if (d.cols % 4 == 0 && d.rank % 4 == 0 && aligned16(panel.m) && aligned16(panel.p)) {
+    back_project_wide_panel<true>(panel, q, shared);
+  } else {
+    back_project_wide_panel<false>(panel, q, shared);
+  }
+}
+
+void launch_back_project_wide(CudaStream stream, const MatrixTable& table, const BackProjectArgs& a) {
+  const int parts_of_rank = (table.max_rank() + kWarpTile - 1) / kWarpTile;
+  launch("powersgd_back_project", back_project_wide_kernel,
+         {.grid = dim3(static_cast<unsigned>(table.host_blocks().back().wide_panel * parts_of_rank)),
+          .block = dim3(kThreads),
+          .shared_bytes = size_t{kStages * kStageFloats} * sizeof(float),
+          .stream = stream},
+         a, parts_of_rank);
 }
 
 }  // namespace
 
 void powersgd_back_project(CudaStream stream, const PowerSgdBackProject& op) {
-  launch_for_rank<false>(
-      stream, *op.table,
-      {.matrices = matrices_of(*op.table), .m = op.m, .p = op.p, .q = op.q, .flags = op.flags});
+  const BackProjectArgs a{
+      .matrices = matrices_of(*op.table), .m = op.m, .p = op.p, .q = op.q, .flags = op.flags};
+  op.table->max_rank() > kMaxNarrowRank ? launch_back_project_wide(stream, *op.table, a)
+                                        : launch_for_rank<false>(stream, *op.table, a);
 }
 
 void powersgd_project_onto(CudaStream stream, const PowerSgdProjectOnto& op) {
@@ -246,8 +375,11 @@ void powersgd_project_onto(CudaStream stream, const PowerSgdProjectOnto& op) {
                           .pending = op.pending,
                           .p = op.p,
                           .q = op.q};
-  op.residual != nullptr ? launch_for_rank<true>(stream, *op.table, a)
-                         : launch_for_rank<false>(stream, *op.table, a);
+  if (op.residual != nullptr) {
+    launch_for_rank<true>(stream, *op.table, a);
+  } else {
+    powersgd_back_project(stream, {.table = op.table, .m = op.grad, .p = op.p, .q = op.q});
+  }
 }
 
 }  // namespace gradwire::cuda

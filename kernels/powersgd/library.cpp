@@ -20,7 +20,7 @@ ThinProducts* on_cuda() {
 // Forms M in the residual, if there is one, multiplies, and overwrites the factor `p` or `q` of matrices
 // whose M is not finite.
 template <typename Project>
-void project(const Stream& stream, const Project& a, ThinProducts& library, int32_t* marks,
+void project(const Stream& stream, const Project& a, ThinProducts* library, int32_t* marks,
              const float* factors, float* p, float* q) {
   const bool forms = a.residual != nullptr, onto_p = q != nullptr;
   if (forms) {
@@ -29,7 +29,14 @@ void project(const Stream& stream, const Project& a, ThinProducts& library, int3
         stream,
         {.table = a.table, .grad = a.grad, .residual = a.residual, .pending = a.pending, .marks = marks});
   }
-  library.run(stream, thin_gemms(*a.table, onto_p, forms ? a.residual : a.grad, factors, onto_p ? q : p));
+  const float* const m = forms ? a.residual : a.grad;
+  if (library != nullptr) {
+    library->run(stream, thin_gemms(*a.table, onto_p, m, factors, onto_p ? q : p));
+  } else if (onto_p) {
+    gradwire::powersgd_back_project(stream, {.table = a.table, .m = m, .p = factors, .q = q});
+  } else {
+    gradwire::powersgd_project(stream, {.table = a.table, .grad = m, .q = factors, .p = p});
+  }
   if (!forms) return;
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   powersgd_overwrite(stream, {.table = a.table, .marks = marks, .p = p, .q = q, .value = kNan});
@@ -65,17 +72,18 @@ void stand_in_for_thin_products(ThinProducts* on_the_host) {
 
 namespace by_library {
 
-void powersgd_project(const Stream& stream, const PowerSgdProject& a, ThinProducts& library, int32_t* marks) {
+void powersgd_project(const Stream& stream, const PowerSgdProject& a, ThinProducts* library, int32_t* marks) {
   project(stream, a, library, marks, a.q, a.p, nullptr);
 }
 
-void powersgd_project_onto(const Stream& stream, const PowerSgdProjectOnto& a, ThinProducts& library,
+void powersgd_project_onto(const Stream& stream, const PowerSgdProjectOnto& a, ThinProducts* library,
                            int32_t* marks) {
   project(stream, a, library, marks, a.p, nullptr, a.q);
 }
 
-void powersgd_back_project(const Stream& stream, const PowerSgdBackProject& a, ThinProducts& library) {
-  library.run(stream, thin_gemms(*a.table, true, a.m, a.p, a.q));
+void powersgd_back_project(const Stream& stream, const PowerSgdBackProject& a, ThinProducts* library) {
+  if (library == nullptr) return gradwire::powersgd_back_project(stream, a);
+  library->run(stream, thin_gemms(*a.table, true, a.m, a.p, a.q));
   if (a.flags != nullptr) {
     powersgd_overwrite(stream, {.table = a.table, .marks = a.flags, .q = a.q, .value = 0.0f});
   }

@@ -1,6 +1,6 @@
-// PowerSGD's passes with the products by a BLAS library, one call per matrix, instead of by kernels that form
-// M while they multiply. The library reads M once more: with error feedback 16 B per element instead of 12 B;
-// without it, 4 B more. M replaces the residual in memory in either case. The library is faster where
+// PowerSGD's passes in two steps, instead of by kernels that form M while they multiply. The products, by a
+// BLAS library, one call per matrix, or by Gradwire's kernels, read M once more: with error feedback 16 B per
+// element instead of 12 B. M replaces the residual in memory in either case. Two steps are faster where
 // arithmetic is the limit: at high ranks.
 //
 //   project        form (M into the residual, 12 B)   P = M Q     overwrite: NaN where M was not finite
@@ -53,13 +53,13 @@ ThinProducts* thin_products(const Device& device);
 void stand_in_for_thin_products(ThinProducts* on_the_host);
 
 namespace by_library {
-// Run a pass with its products by the library. `marks`: scratch memory, one int32_t per matrix of the table;
-// unused without a residual.
-void powersgd_project(const Stream& stream, const PowerSgdProject& args, ThinProducts& library,
+// Run a pass with its products by the library; null: by Gradwire's kernels. `marks`: scratch memory, one
+// int32_t per matrix of the table; unused without a residual.
+void powersgd_project(const Stream& stream, const PowerSgdProject& args, ThinProducts* library,
                       int32_t* marks);
-void powersgd_project_onto(const Stream& stream, const PowerSgdProjectOnto& args, ThinProducts& library,
+void powersgd_project_onto(const Stream& stream, const PowerSgdProjectOnto& args, ThinProducts* library,
                            int32_t* marks);
-void powersgd_back_project(const Stream& stream, const PowerSgdBackProject& args, ThinProducts& library);
+void powersgd_back_project(const Stream& stream, const PowerSgdBackProject& args, ThinProducts* library);
 }  // namespace by_library
 
 namespace cuda {

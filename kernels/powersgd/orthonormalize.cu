@@ -2,10 +2,10 @@
 //
 // Bytes: 4 n r read twice and written once per pass, in one or two passes. For PowerSGD's sizes the L2 cache
 // serves the reads. Limit: FP64 throughput and latency of one SM per matrix: a matrix costs n r^2 FP64
-// multiply-adds for the Gram matrix (half of them, in 4 x 4 register tiles) and as many for the product with
-// the inverse factor. The algorithm is that of kernels/powersgd/orthonormalize_host.cpp. All threads take
-// each decision (a column is dependent, another pass is needed) from the same shared values. Deterministic:
-// sums have a fixed order.
+// multiply-adds for the Gram matrix and as many for the product with the inverse factor, both by tensor cores
+// in tiles of 8 x 8: each element is then converted to FP64 once for 32 columns. The algorithm is that of
+// kernels/powersgd/orthonormalize_host.cpp. All threads take each decision (a column is dependent, another
+// pass is needed) from the same shared values. Deterministic: sums have a fixed order.
 #include "kernels/powersgd/orthonormalize.h"
 
 #include "kernels/powersgd/powersgd.cuh"
@@ -13,10 +13,11 @@
 namespace gradwire::cuda {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr unsigned kAllLanes = 0xffffffffu;
-// Elements of the rows staged for the product: a 4 x 4 tile per thread.
-constexpr int kChunkFloats = 16 * kThreads;
+constexpr int kThreads = 384;  // more would spill registers
+constexpr int kWarps = kThreads / 32;
+constexpr int kBlock = 32;  // columns whose sums a warp keeps, as kTiles tiles of 8
+constexpr int kTiles = kBlock / 8;
+constexpr int kRows = 16;  // rows of the result that a warp computes at once
 
 struct OrthonormalizeArgs {
   Matrices matrices;
@@ -29,87 +30,92 @@ struct OrthonormalizeArgs {
   const uint64_t* step;
 };
 
-// Shared memory of a block. Square arrays have rows of `stride` doubles: columns padded to a multiple of 4,
-// plus one against bank conflicts.
+// Shared memory of a block. Square arrays have rows of `stride` doubles: one more than columns, against bank
+// conflicts.
 struct Workspace {
-  double *a, *b;  // (padded, stride) each
-  float* chunk;   // (kChunkFloats); also the Gram matrix's partial sums
+  double *a, *b;    // (rank, stride) each
+  double* weights;  // by tiles of 4 x 8, in the order of lanes
   int stride;
   int *order, *attempts, *dependent;  // (rank) elements each
   double* scale;                      // (rank) elements
 };
 
-__host__ __device__ constexpr int padded(int rank) {
-  return (rank + 3) / 4 * 4;
-}
-
-// Loads four columns of a row; columns beyond the rank are zero.
-__device__ __forceinline__ void load_quad(const float* row, int column, int rank, bool vector,
-                                          double (&x)[4]) {
-  if (vector) {
-    float4 v = *reinterpret_cast<const float4*>(row + column);
-    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-  } else {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) x[c] = column + c < rank ? row[column + c] : 0.0f;
-  }
-}
-
-// Computes w.a = A^T A, both triangles, columns padded with zeros. A run of `splits` threads computes each 4
-// x 4 tile of the lower triangle; each thread sums every splits-th row.
-__device__ __forceinline__ void gram_matrix(const float* in, int32_t n, int rank, bool vector,
-                                            const Workspace& w) {
-  int quads = padded(rank) / 4, tiles = quads * (quads + 1) / 2;
-  int splits = 1;
-  while (2 * splits * tiles <= kThreads) splits *= 2;
-  int thread = static_cast<int>(threadIdx.x), tile = thread / splits, split = thread % splits;
-  int i = 0;  // tile = i (i + 1) / 2 + j
-  while ((i + 1) * (i + 2) / 2 <= tile) ++i;
-  int j = tile - i * (i + 1) / 2;
-  bool mine = tile < tiles;
-
-  double acc[4][4];
-#pragma unroll
-  for (int x = 0; x < 16; ++x) acc[x / 4][x % 4] = 0.0;
-  for (int32_t row = split; mine && row < n; row += splits) {
-    double left[4], right[4];
-    const float* at = in + static_cast<int64_t>(row) * rank;
-    load_quad(at, 4 * i, rank, vector, left);
-    load_quad(at, 4 * j, rank, vector, right);
-#pragma unroll
-    for (int x = 0; x < 16; ++x) acc[x / 4][x % 4] = fma(left[x / 4], right[x % 4], acc[x / 4][x % 4]);
-  }
-  for (int offset = min(splits, 32) / 2; offset > 0; offset /= 2) {
-#pragma unroll
-    for (int x = 0; x < 16; ++x) acc[x / 4][x % 4] += __shfl_xor_sync(kAllLanes, acc[x / 4][x % 4], offset);
-  }
-  // After the reduction, one sum per warp remains.
-  int warps = max(1, splits / 32);
-  double* partial = reinterpret_cast<double*>(w.chunk);
-  __syncthreads();
-  if (warps > 1) {
-    if (mine && split % 32 == 0) {
-#pragma unroll
-      for (int x = 0; x < 16; ++x) partial[(tile * warps + split / 32) * 16 + x] = acc[x / 4][x % 4];
+// Adds a b to c, for tiles of 8 x 4, 4 x 8 and 8 x 8. Lane l holds a[l / 4][l % 4], b[l % 4][l / 4],
+// c[l / 4][2 (l % 4)], and the element of c after it.
+__device__ __forceinline__ void multiply_add(double (&c)[2], double a, double b) {
+#ifdef GRADWIRE_SIMT
+  constexpr unsigned kAllLanes = 0xffffffffu;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int k = 0; k < 4; ++k) {
+    const double left = __shfl_sync(kAllLanes, a, lane / 4 * 4 + k);
+    for (int j = 0; j < 2; ++j) {
+      c[j] = fma(left, __shfl_sync(kAllLanes, b, (lane % 4 * 2 + j) * 4 + k), c[j]);
     }
-    __syncthreads();
-    if (mine && split == 0) {
+  }
+#else
+  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+      : "+d"(c[0]), "+d"(c[1])
+      : "d"(a), "d"(b));
+#endif
+}
+
+// Loads every eighth column of a row, from `column` on; columns beyond the rank are zero.
+__device__ __forceinline__ void load_columns(const float* from, int column, int rank, bool there,
+                                             float (&x)[kTiles]) {
 #pragma unroll
-      for (int x = 0; x < 16; ++x) {
-        double sum = 0.0;
-        for (int part = 0; part < warps; ++part) sum += partial[(tile * warps + part) * 16 + x];
-        acc[x / 4][x % 4] = sum;
+  for (int t = 0; t < kTiles; ++t) x[t] = there && column + 8 * t < rank ? from[8 * t] : 0.0f;
+}
+
+// Computes columns [left, left + 32) x [right, right + 32) of w.a = A^T A, and their mirror image. A warp
+// sums four rows of every 48; the warps' sums are added in order.
+__device__ __forceinline__ void gram_block(const float* in, int32_t n, int rank, int left, int right,
+                                           const Workspace& w) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  double sum[kTiles][kTiles][2] = {};
+  float next_x[kTiles], next_y[kTiles];
+  int32_t row = 4 * warp + lane % 4;
+  const float* from = in + static_cast<int64_t>(row) * rank + lane / 4;
+  load_columns(from + left, left + lane / 4, rank, row < n, next_x);
+  load_columns(from + right, right + lane / 4, rank, row < n, next_y);
+#pragma unroll 1
+  while (row - lane % 4 < n) {
+    double x[kTiles], y[kTiles];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) x[t] = next_x[t], y[t] = next_y[t];
+    row += 4 * kWarps;
+    from += static_cast<int64_t>(4 * kWarps) * rank;
+    load_columns(from + left, left + lane / 4, rank, row < n, next_x);
+    load_columns(from + right, right + lane / 4, rank, row < n, next_y);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        if (left + 8 * i < rank && right + 8 * j < rank) multiply_add(sum[i][j], x[i], y[j]);
       }
     }
   }
-  if (mine && split == 0) {
+  for (int turn = 0; turn < kWarps; ++turn) {
+    __syncthreads();
+    if (turn != warp) continue;
 #pragma unroll
-    for (int x = 0; x < 16; ++x) {
-      w.a[(4 * i + x / 4) * w.stride + 4 * j + x % 4] = acc[x / 4][x % 4];
-      w.a[(4 * j + x % 4) * w.stride + 4 * i + x / 4] = acc[x / 4][x % 4];
+    for (int e = 0; e < 2 * kTiles * kTiles; ++e) {
+      const int i = left + e / (2 * kTiles) * 8 + lane / 4;
+      const int j = right + e / 2 % kTiles * 8 + lane % 4 * 2 + e % 2;
+      if (i >= rank || j >= rank) continue;
+      double& total = w.a[i * w.stride + j];
+      total = (warp == 0 ? 0.0 : total) + sum[e / (2 * kTiles)][e / 2 % kTiles][e % 2];
+      if (left != right) w.a[j * w.stride + i] = total;
     }
   }
   __syncthreads();
+}
+
+__device__ __forceinline__ void gram_matrix(const float* in, int32_t n, int rank, const Workspace& w) {
+#pragma unroll 1
+  for (int left = 0; left < rank; left += kBlock) {
+#pragma unroll 1
+    for (int right = 0; right <= left; right += kBlock) gram_block(in, n, rank, left, right, w);
+  }
 }
 
 // Subtracts L[i][j] times row j from each row i below row j. Columns up to j belong to the inverse, later
@@ -167,9 +173,9 @@ __device__ __forceinline__ double factor(int rank, const Workspace& w) {
     eliminate(rank, j, w);
   }
 
-  // Restores the columns' original order, transposed, scaled, padded: weights[k][c] takes column k into c.
-  for (int item = thread; item < padded(rank) * padded(rank); item += kThreads) {
-    w.b[item / padded(rank) * w.stride + item % padded(rank)] = 0.0;
+  // Restores the columns' original order, transposed, scaled: weight (k, c) takes column k into c.
+  for (int item = thread; item < rank * rank; item += kThreads) {
+    w.b[item / rank * w.stride + item % rank] = 0.0;
   }
   __syncthreads();
   for (int item = thread; item < rank * rank; item += kThreads) {
@@ -177,64 +183,69 @@ __device__ __forceinline__ double factor(int rank, const Workspace& w) {
     if (j <= i) w.b[w.order[j] * w.stride + w.order[i]] = w.a[i * w.stride + j] * w.scale[w.order[j]];
   }
   __syncthreads();
+  const int across = (rank + 7) / 8;
+  for (int item = thread; item < (rank + 3) / 4 * across * 32; item += kThreads) {
+    const int k = item / 32 / across * 4 + item % 4, c = item / 32 % across * 8 + item % 32 / 4;
+    w.weights[item] = k < rank && c < rank ? w.b[k * w.stride + c] : 0.0;
+  }
+  __syncthreads();
   return smallest;
 }
 
-// Computes out = in * weights (w.b), with dependent columns drawn again. `out` may equal `in`, because rows
-// pass through shared memory.
+// Computes out = in * weights, with dependent columns drawn again. `out` may equal `in`: a warp has loaded
+// its rows when it writes them.
 __device__ __forceinline__ void apply(const OrthonormalizeArgs& a, const MatrixDescriptor& d, const float* in,
-                                      float* out, int32_t n, bool vector, const Workspace& w) {
-  int rank = d.rank, quads = padded(rank) / 4, row_tiles = kThreads / quads;
-  int thread = static_cast<int>(threadIdx.x), tile = thread / quads, column0 = thread % quads * 4;
-  uint64_t step = a.step != nullptr ? *a.step : 0;
-  for (int32_t row0 = 0; row0 < n; row0 += 4 * row_tiles) {
-    int rows = min(4 * row_tiles, n - row0);
-    const float* from = in + static_cast<int64_t>(row0) * rank;
-    for (int item = thread; item < rows * rank; item += kThreads) w.chunk[item] = from[item];
-    __syncthreads();
-    if (tile < row_tiles) {
-      double y[4][4];
+                                      float* out, int32_t n, const Workspace& w) {
+  constexpr int kMaxSteps = kMaxSmallRank / 4;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int rank = d.rank, across = (rank + 7) / 8;
+#pragma unroll 1
+  for (int32_t row0 = kRows * warp; row0 < n; row0 += kRows * kWarps) {
+    float x[2][kMaxSteps];
 #pragma unroll
-      for (int x = 0; x < 16; ++x) y[x / 4][x % 4] = 0.0;
-      for (int k = 0; k < rank; ++k) {
-        double weights[4];
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = row0 + 8 * half + lane / 4;
+      const float* const from = in + static_cast<int64_t>(row) * rank + lane % 4;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) weights[c] = w.b[k * w.stride + column0 + c];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          int row = tile + i * row_tiles;
-          double x = row < rows ? w.chunk[row * rank + k] : 0.0f;
-#pragma unroll
-          for (int c = 0; c < 4; ++c) y[i][c] = fma(x, weights[c], y[i][c]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int row = tile + i * row_tiles;
-        if (row >= rows) continue;
-        float result[4];
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          int column = column0 + c;
-          result[c] = static_cast<float>(y[i][c]);
-          if (column < rank && w.dependent[column] != 0) {
-            result[c] = reseed_value(a.seed, step, d.seed_id, static_cast<int>(a.which), column,
-                                     w.attempts[column], row0 + row);
-          }
-        }
-        float* to = out + static_cast<int64_t>(row0 + row) * rank + column0;
-        if (vector) {
-          *reinterpret_cast<float4*>(to) = make_float4(result[0], result[1], result[2], result[3]);
-        } else {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            if (column0 + c < rank) to[c] = result[c];
-          }
-        }
+      for (int t = 0; t < kMaxSteps; ++t) {
+        x[half][t] = row < n && 4 * t + lane % 4 < rank ? from[4 * t] : 0.0f;
       }
     }
-    __syncthreads();
+    __syncwarp();
+#pragma unroll 1
+    for (int tile0 = 0; tile0 < across; tile0 += kTiles) {
+      double y[2][kTiles][2] = {};
+#pragma unroll
+      for (int t = 0; t < kMaxSteps; ++t) {
+        if (4 * t >= rank) continue;
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          if (tile0 + i >= across) continue;
+          const double weight = w.weights[(t * across + tile0 + i) * 32 + lane];
+          multiply_add(y[0][i], x[0][t], weight);
+          multiply_add(y[1][i], x[1][t], weight);
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 4 * kTiles; ++e) {
+        const int32_t row = row0 + e / (2 * kTiles) * 8 + lane / 4;
+        const int column = (tile0 + e / 2 % kTiles) * 8 + lane % 4 * 2 + e % 2;
+        if (row >= n || column >= rank) continue;
+        out[static_cast<int64_t>(row) * rank + column] =
+            static_cast<float>(y[e / (2 * kTiles)][e / 2 % kTiles][e % 2]);
+      }
+    }
   }
+  __syncthreads();
+  const uint64_t step = a.step != nullptr ? *a.step : 0;
+  for (int column = 0; column < rank; ++column) {
+    if (w.dependent[column] == 0) continue;
+    for (int32_t row = static_cast<int>(threadIdx.x); row < n; row += kThreads) {
+      out[static_cast<int64_t>(row) * rank + column] =
+          reseed_value(a.seed, step, d.seed_id, static_cast<int>(a.which), column, w.attempts[column], row);
+    }
+  }
+  __syncthreads();
 }
 
 // Moves columns that were ever re-seeded to the end of the elimination order; the order of the other columns
@@ -274,13 +285,12 @@ __global__ void __launch_bounds__(kThreads)
   int32_t n = a.which == Factor::p ? d.rows : d.cols;
   const float* in = a.in + offset;
   float* out = a.out + offset;
-  bool vector = d.rank % 4 == 0 && aligned16(in) && aligned16(out);
 
   Workspace w;
-  w.stride = padded(d.rank) + 1;
+  w.stride = d.rank + 1;
   w.a = shared;
-  w.b = w.a + padded(d.rank) * w.stride;
-  w.chunk = reinterpret_cast<float*>(w.b + padded(d.rank) * w.stride);
+  w.b = w.a + d.rank * w.stride;
+  w.weights = w.b + d.rank * w.stride;
   w.order = order;
   w.attempts = attempts;
   w.dependent = dependent;
@@ -291,7 +301,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (thread == 0) infinite[0] = 0;
   for (int pass = 0; pass < kMaxOrthonormalizePasses; ++pass) {
-    gram_matrix(in, n, d.rank, vector, w);
+    gram_matrix(in, n, d.rank, w);
     if (pass == 0) {
       // Squares of floats are finite in double, and so is their sum, unless there is a NaN or an Inf.
       if (thread < d.rank && !(w.a[thread * w.stride + thread] < 1e300)) infinite[0] = 1;
@@ -303,7 +313,7 @@ __global__ void __launch_bounds__(kThreads)
       if (thread == 0 && !a.keep_flags) a.flags[matrix] = 0;
     }
     double smallest = factor(d.rank, w);
-    apply(a, d, in, out, n, vector, w);
+    apply(a, d, in, out, n, w);
     if (smallest >= kFinalPivot) return;
     update_order(d.rank, w);
     in = out;
@@ -321,8 +331,8 @@ void orthonormalize(CudaStream stream, const Orthonormalize& op) {
                        .keep_flags = op.keep_flags,
                        .seed = op.seed,
                        .step = op.step};
-  int size = padded(std::min(op.table->max_rank(), kMaxSmallRank));
-  size_t bytes = 2 * sizeof(double) * static_cast<size_t>(size * (size + 1)) + sizeof(float) * kChunkFloats;
+  const int size = std::min(op.table->max_rank(), kMaxSmallRank), padded = (size + 7) / 8 * 8;
+  const size_t bytes = sizeof(double) * static_cast<size_t>(2 * size * (size + 1) + padded * padded);
   launch("orthonormalize", orthonormalize_kernel,
          {.grid = dim3(static_cast<unsigned>(op.table->count())),
           .block = dim3(kThreads),

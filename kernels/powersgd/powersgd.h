@@ -44,15 +44,18 @@ namespace gradwire {
 // Division of matrices into blocks by the CUDA kernels of PowerSGD: all matrices of a table in one grid.
 // Block b of the grid belongs to the last matrix whose first block is at most b.
 
-// project(): a block processes whole rows, so that P needs no second pass. Two small blocks may share a row
-// tile.
-inline constexpr int kRowTileRows = 16;
+// Up to this rank each thread keeps its part of the sums for all columns of P or Q; above, a warp computes
+// tiles of 32 columns of P or Q at a time, with blocks of a fixed size.
+inline constexpr int kMaxNarrowRank = 4;
+
+// project(): a block processes whole rows, so that P needs no second pass.
+inline constexpr int kRowTileRows = 8, kWideRowTileRows = 64;
 // reconstruct(): a block writes a tile of this many rows.
 inline constexpr int kTileRows = 64;
 inline constexpr int kTileCols = 256;
 // back_project(): a block processes a panel of whole columns, one cache line wide. For tall matrices the
 // panel is half as wide, so that there are more blocks, which end sooner.
-inline constexpr int kMaxPanelColumns = 32;
+inline constexpr int kMaxPanelColumns = 32, kWidePanelColumns = 64;
 GW_HD int panel_columns(int32_t rows) {
   return rows <= 1280 ? kMaxPanelColumns : kMaxPanelColumns / 2;
 }
@@ -62,6 +65,8 @@ struct MatrixBlocks {
   int32_t row_tile = 0;
   int32_t panel = 0;
   int32_t tile = 0;
+  int32_t wide_row_tile = 0;
+  int32_t wide_panel = 0;
 };
 
 inline constexpr int kMaxPowerSgdRank = 512;

@@ -257,7 +257,9 @@ MatrixTable::MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> mat
     auto pieces = [](int32_t size, int32_t piece) { return (size + piece - 1) / piece; };
     starts.push_back({.row_tile = starts.back().row_tile + pieces(d.rows, kRowTileRows),
                       .panel = starts.back().panel + pieces(d.cols, panel_columns(d.rows)),
-                      .tile = starts.back().tile + pieces(d.rows, kTileRows) * pieces(d.cols, kTileCols)});
+                      .tile = starts.back().tile + pieces(d.rows, kTileRows) * pieces(d.cols, kTileCols),
+                      .wide_row_tile = starts.back().wide_row_tile + pieces(d.rows, kWideRowTileRows),
+                      .wide_panel = starts.back().wide_panel + pieces(d.cols, kWidePanelColumns)});
   }
   device_ = make_buffer<MatrixDescriptor>(stream.device(), count());
   to_device(stream, device_.as<MatrixDescriptor>(), std::span<const MatrixDescriptor>(host_));

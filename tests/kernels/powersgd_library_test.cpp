@@ -34,10 +34,11 @@ class PowerSgdByLibrary : public PowerSgdFixture {
     GW_RUN(powersgd_overwrite, overwrite);
   }
 
-  // Returns P, the projection onto Q, or, if `onto_p`, Q, the projection onto P. Updates the residual.
+  // Returns P, the projection onto Q, or, if `onto_p`, Q, the projection onto P. Updates the residual. With
+  // `own`, Gradwire multiplies.
   std::vector<float> by_library(const MatrixBucket& b, const std::vector<float>& grad,
                                 std::vector<float>* residual, const std::vector<float>& factors, bool onto_p,
-                                const Pending& pending = {}) {
+                                const Pending& pending = {}, bool own = false) {
     auto g = array(grad), e = array(residual != nullptr ? *residual : grad), f = array(factors);
     auto out = array<float>(onto_p ? b.q_elements : b.p_elements);
     auto marks = array(std::vector<int32_t>(static_cast<size_t>(b.table.count()), 0));
@@ -48,7 +49,7 @@ class PowerSgdByLibrary : public PowerSgdFixture {
       run_products(b, onto_p, e_data, g.data(), f.data(), out.data(), marks.data(), held);
     } else {
       StandInProducts library;
-      ThinProducts* const products = thin_products(GetParam().device);
+      ThinProducts* const products = own ? nullptr : thin_products(GetParam().device);
       if (onto_p) {
         gradwire::by_library::powersgd_project_onto(stream,
                                                     {.table = &b.table,
@@ -57,7 +58,7 @@ class PowerSgdByLibrary : public PowerSgdFixture {
                                                      .pending = held,
                                                      .p = f.data(),
                                                      .q = out.data()},
-                                                    *products, marks.data());
+                                                    products, marks.data());
       } else {
         gradwire::by_library::powersgd_project(stream,
                                                {.table = &b.table,
@@ -66,7 +67,7 @@ class PowerSgdByLibrary : public PowerSgdFixture {
                                                 .pending = held,
                                                 .q = f.data(),
                                                 .p = out.data()},
-                                               *products, marks.data());
+                                               products, marks.data());
       }
       stream.synchronize();
     }
@@ -105,7 +106,8 @@ TEST_P(PowerSgdByLibrary, ResidualMatchesTheFusedPassBitForBitAndFactorsAgree) {
         auto fused = before, formed = before;
         auto* fused_residual = held > 0 ? &fused : nullptr;
         const auto want = project(onto_p, b, grad, fused_residual, factors, pending);
-        const auto got = by_library(b, grad, held > 0 ? &formed : nullptr, factors, onto_p, pending);
+        const bool own = !GetParam().simt && seed % 2 == 0;
+        const auto got = by_library(b, grad, held > 0 ? &formed : nullptr, factors, onto_p, pending, own);
         expect_same_bits(formed, fused, "residual");
         for (const auto& d : b.table.host()) {
           const int64_t at = onto_p ? d.q_offset : d.p_offset,
@@ -157,7 +159,7 @@ TEST_P(PowerSgdByLibrary, FlaggedMatricesHaveAZeroQ) {
   StandInProducts library;
   gradwire::by_library::powersgd_back_project(
       stream, {.table = &b.table, .m = m.data(), .p = p.data(), .q = q.data(), .flags = flags.data()},
-      *thin_products(GetParam().device));
+      thin_products(GetParam().device));
   stream.synchronize();
   const auto want = back_project(b, m.host(), p.host(), {1, 0}), got = q.host();
   for (const auto& d : b.table.host()) {
