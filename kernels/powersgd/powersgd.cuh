@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cfloat>
 
+#include "kernels/cuda/copies.cuh"
 #include "kernels/math/small_float.h"
 #include "kernels/powersgd/powersgd.h"
 #include "runtime/device/launch.cuh"
