@@ -59,8 +59,9 @@ def run_program(kind, **environment):
     ranks = []
     for rank in range(2):
         files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-        nccl = {"HOSTID": f"{os.getpid()}-{rank}", "NET": "Socket", "SOCKET_IFNAME": "=lo", "IB_DISABLE": "1",
-                "P2P_DISABLE": "1", "SHM_DISABLE": "1", "NVLS_ENABLE": "0", "MAX_CTAS": "2", "RAS_ENABLE": "0"}
+        nccl = {"HOSTID": f"{os.getpid()}-{rank}", "NET": "Socket", "SOCKET_IFNAME": "=lo",
+                "IB_DISABLE": "1", "P2P_DISABLE": "1", "SHM_DISABLE": "1", "NVLS_ENABLE": "0",
+                "MAX_CTAS": "2", "RAS_ENABLE": "0"}
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
                   "GLOO_SOCKET_IFNAME": "lo", "USE_LIBUV": "0"}
         ranks.append((subprocess.Popen(
