@@ -159,8 +159,7 @@ begin_step() {
   local log=$1 name=$2 deadline=$3
   shift 3
   if [ -n "$list" ]; then
-    [ "$log" = log.txt ] && log= || log=$'\tside by side'
-    printf '%s\t%s\t%d%s\n' "$part" "$name" "$deadline" "$log"
+    printf '%s\t%s\t%d%s\n' "$part" "$name" "$deadline" "$([ "$log" = log.txt ] || printf '\tside by side')"
     return 1
   fi
   [[ $name =~ ${GPU_CHECK_ONLY:-.} ]] || return 1
@@ -187,9 +186,7 @@ step() {
   begin_step log.txt "$@" && end_step $!
 }
 # together NAME DEADLINE COMMAND...: starts COMMAND, with its output in NAME.log. end_all waits for all.
-together() {
-  begin_step "$1.log" "$@" || true
-}
+together() { begin_step "$1.log" "$@" || true; }
 end_all() {
   local process
   while [ ${#running[@]} -gt 0 ]; do
@@ -249,7 +246,7 @@ sanitize() { # TOOL SHARDS FILTER [FILTER OF runtime_tests]
 }
 # Installs a wheel into a folder of its own, and tests it on CUDA tensors, with the NCCL of Python's packages.
 wheel() { # WHEEL cuda|cpu
-  local folder rc=1
+  local folder rc
   folder=$(mktemp -d)
   "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target "$folder" "$1" &&
     env -u LD_LIBRARY_PATH -u GRADWIRE_LIBRARY PYTHONPATH="$folder" \
@@ -278,11 +275,10 @@ part_first() {
     --model vit_s_16 --data synthetic --device cuda --steps 20 --batch-size 32 --compression powersgd:rank=4
 }
 
-# Trains ViT-L/32 on one rank.
 vit=("$bin/gradwire" train --model vit_l_32 --data synthetic --device cuda --batch-size 32 --optimizer sgd
   --lr 0.01 --momentum 0 --eval-every 0 --precision bf16)
-train_step() { # NAME FLAGS...
-  step "$1" 12 env ${tuning:+"GRADWIRE_TUNING=$tuning"} "${vit[@]}" --log "$out/$1.jsonl" --steps 60 "${@:2}"
+train_step() { # NAME FLAGS...: $tuning names the file of GRADWIRE_TUNING
+  step "$1" 10 env ${tuning:+"GRADWIRE_TUNING=$tuning"} "${vit[@]}" --log "$out/$1.jsonl" --steps 60 "${@:2}"
 }
 # Whether a file exists. In a smoke run the step's command runs without it.
 has() { [ -n "$smoke" ] || [ -e "$1" ]; }
@@ -291,7 +287,7 @@ has() { [ -n "$smoke" ] || [ -e "$1" ]; }
 part_next() {
   local tuning='' filters kernel
   step doctor 10 "$bin/gradwire" doctor
-  step tests-kernels-changed 55 bash -c "suite kernels 14"
+  step tests-kernels-changed 75 bash -c "suite kernels 14"
   if needs trace "this build has no libgraph_trace.so" has "$root/lib/libgraph_trace.so"; then
     step trace 20 env -C "$out" CUDA_INJECTION64_PATH="$root/lib/libgraph_trace.so" \
       "${vit[@]}" --steps 25 --graph
@@ -311,7 +307,7 @@ part_next() {
   needs overlap "this build has no bin/overlap" has "$bin/overlap" && step overlap 25 "$bin/overlap"
   filters=(fp8 int8 int4 eden topk attention layer_norm tokens patchify cross_entropy powersgd)
   early bench-kernels-changed 330 &&
-    step bench-kernels-changed 55 "$bin/gradwire-bench" kernels --device cuda --cache cold --min-size 1G \
+    step bench-kernels-changed 45 "$bin/gradwire-bench" kernels --device cuda --cache cold --min-size 1G \
       --max-size 1G --stop 20ms --json "$out/kernels-changed.json" "${filters[@]/#/--filter=}"
   early bench-hook-changed 370 &&
     step bench-hook-changed 25 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda \

@@ -137,7 +137,6 @@ class Experiments(unittest.TestCase):
         for launch, begin in ((2, 1000), (3, 11000), (4, 21000)):  # the second kernel overlaps the first
             for name, start, end in (("_Z1av", 0, 4000), ("_Z1bv", 3000, 5000), ("_Z1av", 6000, 8000)):
                 rows.append(f"{begin + start}\t{begin + end}\t7\t3\t{launch}\t8,1,1\t256\t32\t0\t{name}")
-            rows.append(f"{begin}\t{begin + 9000}\t8\t3\t{launch}\t64\t0\t0\t0\tmemcpy 1")
         rows.append("31000\t32000\t7\t3\t5\t8,1,1\t256\t32\t0\t_Z1av")  # a replay that was cut off
         steps = graph_table.replays(graph_table.read("\n".join([*rows, "99\t10"])), 2)
         self.assertEqual([step[0].launch for step in steps], ["3", "4"])

@@ -1,17 +1,15 @@
-// libgraph_trace.so: lists the kernels, copies and fills of an unmodified CUDA program, those of replayed
-// graphs included, without serializing them (CUPTI's activity records). bench/harness/graph_table.py reads
-// the list.
+// libgraph_trace.so: lists the kernels of an unmodified CUDA program, those of replayed graphs included,
+// without serializing them (CUPTI's activity records). bench/harness/graph_table.py reads the list.
 //
 //   CUDA_INJECTION64_PATH=/path/libgraph_trace.so PROGRAM
 //
-// writes graph_trace.tsv to the current folder: start and end in ns, stream, graph (0: none), grid (or
-// bytes), threads per block, registers, bytes of shared memory, name. The driver loads the library at the
-// first CUDA call.
+// writes graph_trace.tsv to the current folder: start and end in ns, stream, graph (0: none), launch (the
+// same for all kernels of a replay), grid, threads per block, registers, bytes of shared memory, name. The
+// driver loads the library at the first CUDA call.
 #include <cupti.h>
 
 #include <cstdio>
 #include <cstdlib>
-#include <initializer_list>
 
 namespace {
 
@@ -23,28 +21,13 @@ void CUPTIAPI provide_buffer(uint8_t** buffer, size_t* size, size_t* most_record
   *buffer = static_cast<uint8_t*>(std::aligned_alloc(ACTIVITY_RECORD_ALIGNMENT, *size));
 }
 
-// Writes a copy or a fill. `kind`: 1 to the GPU, 2 from it, 8 on it; 0 for a fill.
-template <typename Record>
-void write_transfer(const Record& record, const char* name, int kind) {
-  std::fprintf(file, "%llu\t%llu\t%u\t%u\t%u\t%llu\t0\t0\t0\t%s %d\n",
-               static_cast<unsigned long long>(record.start), static_cast<unsigned long long>(record.end),
-               record.streamId, record.graphId, record.correlationId,
-               static_cast<unsigned long long>(record.bytes), name, kind);
-}
-
 void write_record(const CUpti_Activity* record) {
-  if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) {
-    const auto& k = *reinterpret_cast<const CUpti_ActivityKernel9*>(record);
-    std::fprintf(file, "%llu\t%llu\t%u\t%u\t%u\t%d,%d,%d\t%d\t%d\t%d\t%s\n",
-                 static_cast<unsigned long long>(k.start), static_cast<unsigned long long>(k.end), k.streamId,
-                 k.graphId, k.correlationId, k.gridX, k.gridY, k.gridZ, k.blockX * k.blockY * k.blockZ,
-                 k.registersPerThread, k.staticSharedMemory + k.dynamicSharedMemory, k.name);
-  } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
-    const auto& copy = *reinterpret_cast<const CUpti_ActivityMemcpy5*>(record);
-    write_transfer(copy, "memcpy", copy.copyKind);
-  } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
-    write_transfer(*reinterpret_cast<const CUpti_ActivityMemset4*>(record), "memset", 0);
-  }
+  if (record->kind != CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) return;
+  const auto& k = *reinterpret_cast<const CUpti_ActivityKernel9*>(record);
+  std::fprintf(file, "%llu\t%llu\t%u\t%u\t%u\t%d,%d,%d\t%d\t%d\t%d\t%s\n",
+               static_cast<unsigned long long>(k.start), static_cast<unsigned long long>(k.end), k.streamId,
+               k.graphId, k.correlationId, k.gridX, k.gridY, k.gridZ, k.blockX * k.blockY * k.blockZ,
+               k.registersPerThread, k.staticSharedMemory + k.dynamicSharedMemory, k.name);
 }
 
 void CUPTIAPI take_buffer(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t valid_bytes) {
@@ -64,11 +47,9 @@ extern "C" __attribute__((visibility("default"))) int InitializeInjection() {
     return 1;
   }
   cuptiActivityRegisterCallbacks(provide_buffer, take_buffer);
-  for (const auto kind :
-       {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET}) {
-    if (const CUptiResult result = cuptiActivityEnable(kind); result != CUPTI_SUCCESS)
-      std::fprintf(stderr, "graph_trace: CUPTI refuses records of kind %d: error %d\n", kind, result);
-  }
+  if (const CUptiResult result = cuptiActivityEnable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL);
+      result != CUPTI_SUCCESS)
+    std::fprintf(stderr, "graph_trace: CUPTI refuses records of kernels: error %d\n", result);
   std::atexit([] {
     cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED);
     std::fclose(file);

@@ -92,46 +92,39 @@ struct Way {
   cudaStream_t gemms, compression;
 };
 
-// Two green contexts: `sms` multiprocessors for compression, the others for the products. Both null where the
-// driver has none.
-struct GreenContexts {
-  cudaStream_t gemms = nullptr, compression = nullptr;
-  int gemm_sms = 0, compression_sms = 0;
-
-  GreenContexts(unsigned sms, int least, int greatest) {
-    const auto get =
-        cuda::driver_function<decltype(&cuDeviceGetDevResource)>("cuDeviceGetDevResource", 12040);
-    const auto split =
-        cuda::driver_function<decltype(&cuDevSmResourceSplitByCount)>("cuDevSmResourceSplitByCount", 12040);
-    CUdevResource all{}, part{}, rest{};
-    unsigned groups = 1;
-    if (get == nullptr || split == nullptr || get(0, &all, CU_DEV_RESOURCE_TYPE_SM) != CUDA_SUCCESS ||
-        split(&part, &groups, &all, &rest, 0, sms) != CUDA_SUCCESS)
-      return;
-    cudaStream_t first = stream_on(part, greatest), second = stream_on(rest, least);
-    if (first == nullptr || second == nullptr) return;
-    compression = first, gemms = second;
-    compression_sms = static_cast<int>(part.sm.smCount), gemm_sms = static_cast<int>(rest.sm.smCount);
-  }
-
- private:
-  static cudaStream_t stream_on(CUdevResource& resource, int priority) {
-    const auto describe =
-        cuda::driver_function<decltype(&cuDevResourceGenerateDesc)>("cuDevResourceGenerateDesc", 12040);
-    const auto create = cuda::driver_function<decltype(&cuGreenCtxCreate)>("cuGreenCtxCreate", 12040);
-    const auto add_stream =
-        cuda::driver_function<decltype(&cuGreenCtxStreamCreate)>("cuGreenCtxStreamCreate", 12050);
-    CUdevResourceDesc description{};
-    CUgreenCtx context{};
-    CUstream stream{};
-    if (describe == nullptr || create == nullptr || add_stream == nullptr ||
-        describe(&description, &resource, 1) != CUDA_SUCCESS ||
-        create(&context, description, 0, CU_GREEN_CTX_DEFAULT_STREAM) != CUDA_SUCCESS ||
-        add_stream(&stream, context, CU_STREAM_NON_BLOCKING, priority) != CUDA_SUCCESS)
-      return nullptr;
-    return stream;
-  }
+// A number of multiprocessors with a stream of their own (a green context); none where the driver lacks them.
+struct Partition {
+  int sms = 0;
+  cudaStream_t stream = nullptr;
 };
+#define GW_DRIVER(function) cuda::driver_function<decltype(&function)>(#function, 12050)
+
+Partition partition_on(CUdevResource& resource, int priority) {
+  const auto describe = GW_DRIVER(cuDevResourceGenerateDesc);
+  const auto create = GW_DRIVER(cuGreenCtxCreate);
+  const auto add_stream = GW_DRIVER(cuGreenCtxStreamCreate);
+  CUdevResourceDesc description{};
+  CUgreenCtx context{};
+  Partition partition;
+  if (describe != nullptr && create != nullptr && add_stream != nullptr &&
+      describe(&description, &resource, 1) == CUDA_SUCCESS &&
+      create(&context, description, 0, CU_GREEN_CTX_DEFAULT_STREAM) == CUDA_SUCCESS &&
+      add_stream(&partition.stream, context, CU_STREAM_NON_BLOCKING, priority) == CUDA_SUCCESS)
+    partition.sms = static_cast<int>(resource.sm.smCount);
+  return partition;
+}
+
+// Returns a partition of `sms` multiprocessors, and one of the others.
+std::pair<Partition, Partition> partitions(unsigned sms, int priority, int priority_of_others) {
+  const auto get = GW_DRIVER(cuDeviceGetDevResource);
+  const auto split = GW_DRIVER(cuDevSmResourceSplitByCount);
+  CUdevResource all{}, part{}, others{};
+  unsigned groups = 1;
+  if (get == nullptr || split == nullptr || get(0, &all, CU_DEV_RESOURCE_TYPE_SM) != CUDA_SUCCESS ||
+      split(&part, &groups, &all, &others, 0, sms) != CUDA_SUCCESS)
+    return {};
+  return {partition_on(part, priority), partition_on(others, priority_of_others)};
+}
 
 class Backward {
  public:
@@ -226,19 +219,18 @@ void run() {
   GW_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
   cudaStream_t gemms = stream_of(least), compression = stream_of(greatest);
   const int sms = cuda::multiprocessors();
-  const GreenContexts green(24, least, greatest);
-  std::printf("green contexts: %d + %d multiprocessors\n", green.compression_sms, green.gemm_sms);
+  const auto [few, others] = partitions(24, greatest, least);
+  std::printf("green contexts: %d + %d multiprocessors\n", few.sms, others.sms);
   const Way ways[] = {
       {"full grid", 8 * sms, 256, 0, 0, gemms, compression},
       {"24 small blocks", 24, 256, 0, 0, gemms, compression},
       {"24 blocks that fill an SM", 24, kFillingThreads, kFillingBytes, 0, gemms, compression},
       {"the same, GEMMs told SMs - 24", 24, kFillingThreads, kFillingBytes, sms - 24, gemms, compression},
       {"12 blocks, GEMMs told SMs - 12", 12, kFillingThreads, kFillingBytes, sms - 12, gemms, compression},
-      {"green contexts", 2 * green.compression_sms, kFillingThreads, 0, green.gemm_sms, green.gemms,
-       green.compression}};
+      {"green contexts", 2 * few.sms, kFillingThreads, 0, others.sms, others.stream, few.stream}};
   Backward backward;
   for (const Way& way : ways) {
-    if (way.blocks == 0) continue;
+    if (way.gemms == nullptr || way.compression == nullptr) continue;
     const float products = backward.measure(way, true, false), alone = backward.measure(way, false, true);
     const float both = backward.measure(way, true, true);
     std::printf("%-32s GEMMs %.3f, compression %.3f (%.0f GB/s), both %.3f ms: hidden %.0f %%\n", way.name,

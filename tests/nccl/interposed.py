@@ -3,8 +3,8 @@
 
     interposed.py cuda|cpu libgradwire_nccl.so    cpu: with Gloo, which the interposer does not affect
 
-The program trains a small model with DDP and sums two arrays, in two ranks. On cuda they share a GPU, which NCCL
-accepts from ranks that seem to be on different hosts. Exits with 77 if Python lacks PyTorch.
+The program trains a small model with DDP and sums two arrays, in two ranks. On cuda they share a GPU, which
+NCCL accepts from ranks that seem to be on different hosts. Exits with 77 if Python lacks PyTorch.
 """
 import json
 import os
@@ -47,7 +47,8 @@ def run_rank(kind):
         assert bool((array == array[0]).all())
         sums.append(float(array[0]))
     weights = sum(float(p.detach().double().sum()) for p in model.parameters())
-    print(json.dumps({"losses": losses, "sums": sums, "weights": weights}), flush=True)
+    print(json.dumps({"rank": dist.get_rank(), "losses": losses, "sums": sums, "weights": weights}),
+          flush=True)
     dist.destroy_process_group()
 
 
@@ -56,31 +57,27 @@ def run_program(kind, **environment):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    ranks = []
-    for rank in range(2):
-        files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-        nccl = {"HOSTID": f"{os.getpid()}-{rank}", "NET": "Socket", "SOCKET_IFNAME": "=lo",
-                "IB_DISABLE": "1", "P2P_DISABLE": "1", "SHM_DISABLE": "1", "NVLS_ENABLE": "0",
-                "MAX_CTAS": "2", "RAS_ENABLE": "0"}
-        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-                  "GLOO_SOCKET_IFNAME": "lo", "USE_LIBUV": "0"}
-        ranks.append((subprocess.Popen(
-            [sys.executable, __file__, kind], stdout=files[0], stderr=files[1],
-            env={**os.environ, **{f"NCCL_{name}": value for name, value in nccl.items()}, **shared,
-                 "RANK": str(rank), **environment}), files))
-    results, messages = [], ""
-    try:
-        codes = [process.wait(DEADLINE_S) for process, _ in ranks]
-    except subprocess.TimeoutExpired:
-        codes = [f"none within {DEADLINE_S} s"]
-    for process, (out, err) in ranks:
-        process.kill()
-        out.seek(0), err.seek(0)
-        results += [json.loads(line) for line in out if line.startswith("{")]
-        messages += err.read()
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+              "GLOO_SOCKET_IFNAME": "lo", "USE_LIBUV": "0", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo",
+              "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1",
+              "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2", "NCCL_RAS_ENABLE": "0", **environment}
+    with tempfile.TemporaryFile("w+") as output:
+        ranks = [subprocess.Popen([sys.executable, __file__, kind], stdout=output, stderr=output,
+                                  env={**os.environ, **shared, "RANK": str(rank),
+                                       "NCCL_HOSTID": f"{os.getpid()}-{rank}"}) for rank in range(2)]
+        try:
+            codes = [rank.wait(DEADLINE_S) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            codes = [f"none within {DEADLINE_S} s"]
+        for rank in ranks:
+            rank.kill()
+        output.seek(0)
+        lines = output.read().splitlines()
+    print("\n".join(lines), flush=True)
+    results = sorted((json.loads(line) for line in lines if line.startswith("{")), key=lambda r: r["rank"])
     if codes != [0, 0] or len(results) != 2:
-        sys.exit(f"{messages}interposed: exit codes of the ranks: {codes}, with {environment or 'no interposer'}")
-    return results, messages
+        sys.exit(f"interposed: exit codes of the ranks: {codes}, with {environment or 'no interposer'}")
+    return results, " ".join(lines)
 
 
 def main():
@@ -94,7 +91,6 @@ def main():
         return 77
     (plain, other), _ = run_program(kind)
     (through, peer), messages = run_program(kind, LD_PRELOAD=library, GRADWIRE_NCCL_SPEC=SPEC)
-    print(messages, f"alone      {plain}\ninterposed {through}", sep="")
     assert plain["weights"] == other["weights"] and through["weights"] == peer["weights"], "ranks differ"
     assert plain["sums"][0] == through["sums"][0] == 3, "1 + 2 is not 3"
     assert abs(plain["sums"][1] - 0.3) < 1e-6, "the program alone has lost bits"
