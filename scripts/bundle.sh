@@ -6,6 +6,9 @@
 #   lib/   libgradwire.so, and every other required library except glibc, libstdc++ and NVIDIA's
 #   share/ the Python programs of gradwire report and export
 #
+# and, where the build has them: bin/overlap, libgradwire_nccl.so, libgraph_trace.so, lib/newer/libnccl.so.2
+# (a newer NCCL than the machine's) and the wheel of dist/.
+#
 #   scripts/bundle.sh [--smoke]    --smoke: not compressed, in build/smoke; ends with scripts/bundle_check.sh
 #
 # Unpack it anywhere; scripts/gpu_check.sh looks in build/bundle, and for NVIDIA's libraries in Python's
@@ -13,10 +16,14 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/smoke.sh
-limit_mb=40
+limit_mb=60  # the wheel takes up to 30
 bundle=$place/bundle archive=$place/gradwire-bundle.tar.xz
+extras=()
 programs=(gradwire gradwire-bench runtime_tests kernels_tests collectives_tests trainer_tests capi_tests
   processes_tests)
+for extra in bin/overlap lib/libgradwire_nccl.so lib/libgraph_trace.so; do
+  [ -e "build/$extra" ] && extras+=("$extra") || echo "bundle: without $extra, which this build lacks"
+done
 
 rm -rf "$bundle" "$archive"
 mkdir -p "$bundle/bin" "$bundle/lib"
@@ -33,6 +40,15 @@ soname=$(readlink build/lib/libgradwire.so)
 strip -o "$bundle/lib/$soname" "build/lib/$soname"
 ln -s "$soname" "$bundle/lib/libgradwire.so"
 needed+=("build/lib/$soname")
+for extra in ${extras[@]+"${extras[@]}"}; do
+  strip --strip-debug -o "$bundle/$extra" "build/$extra"
+  needed+=("build/$extra")
+done
+if [ -e build/lib/newer/libnccl.so.2 ]; then
+  mkdir "$bundle/lib/newer"
+  cp -L build/lib/newer/libnccl.so.2 "$bundle/lib/newer"
+fi
+wheel=$(compgen -G 'dist/gradwire-*.whl') && cp "$wheel" "$bundle" || echo "bundle: without a wheel (make wheel)"
 mkdir -p "$bundle/share/gradwire"
 cp -r trainer/report "$bundle/share/gradwire/report"
 

@@ -47,16 +47,18 @@ inside() {
   tar -C "$root/there" -xf "$bundle"
   # Lists the dependencies of NVIDIA's libraries, which the system provides. The target has NVIDIA's libraries
   # from Python's packages.
-  LD_LIBRARY_PATH=/usr/local/cuda/lib64:/usr/local/cuda/lib ldd "$root"/there/bundle/bin/* 2> /dev/null |
+  LD_LIBRARY_PATH=/usr/local/cuda/lib64:/usr/local/cuda/lib ldd "$root"/there/bundle/{bin/*,lib/*.so} 2> /dev/null |
     sed -nE 's/^\s+(libcu\S+|libnv\S+) => (\/\S+) .*/\1 \2/p' | sort -u > "$root/tmp/nvidia"
   while read -r name path; do show "$(realpath "$path")" "$root/nvidia/$name"; done < "$root/tmp/nvidia"
 
-  local failed=0
+  local failed=0 through=()  # how the program starts, for example by the loader with its options
   try() { # DESCRIPTION PROGRAM ARGUMENT...
     local what=$1 program=$2 output status=0
     output=$(cd / && env -i LD_LIBRARY_PATH=/nvidia LD_BIND_NOW=1 HOME=/tmp TMPDIR=/tmp CUDA_VISIBLE_DEVICES= \
-      timeout 120 "$change_root" "$root" "/there/bundle/bin/$program" "${@:3}" 2>&1) || status=$?
-    if [ $status -eq 0 ] && [[ $* == *--gtest_filter=* ]]; then
+      timeout 120 "$change_root" "$root" ${through[@]+"${through[@]}"} "/there/bundle/bin/$program" "${@:3}" 2>&1) || status=$?
+    [[ $output != *"cannot be preloaded"* ]] || status="a library that does not load"
+    [ "$program $status" != "overlap 77" ] || status=0  # it says that there is no GPU
+    if [ "$status" = 0 ] && [[ $* == *--gtest_filter=* ]]; then
       grep -q '^\[  PASSED  \] [1-9]' <<< "$output" || status="no test of that name"
     fi
     if [ "$status" = 0 ]; then
@@ -73,6 +75,12 @@ inside() {
   try "it examines the machine" gradwire doctor ${smoke:+--help}
   try "the benches start" gradwire-bench schedules --check --max-ranks 8
   for name in "${programs[@]}"; do try "$name load" "$name" --gtest_list_tests; done
+  [ ! -e "$root/there/bundle/bin/overlap" ] || try "overlap starts" overlap
+  for name in libgradwire_nccl.so libgraph_trace.so; do
+    through=("$loader" --preload "/there/bundle/lib/$name")
+    [ ! -e "$root/there/bundle/lib/$name" ] || try "$name loads" gradwire --version
+  done
+  through=()
   try "products of matrices" kernels_tests --gtest_brief=1 "--gtest_filter=*Gemm*host*:*Blas*"
   try "ranks as processes" processes_tests --gtest_brief=1 "--gtest_filter=StoreTest.*"
   try "the C library" capi_tests --gtest_brief=1 "--gtest_filter=CApiErrors.*"

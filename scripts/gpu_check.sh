@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Runs all checks that need a GPU, in parts of at most 8 minutes each, the most informative part first. Part
-# `first` has the first checks for a GPU that has never run Gradwire, and takes at most 4 minutes.
+# `first` has the first checks for a GPU that has never run Gradwire, and takes at most 4 minutes. Parts
+# `next` and `unseen`, together about 8 minutes, answer what the last GPU left open: `next` times what has
+# changed, and `unseen` runs side by side, without timing, what no GPU has run.
 #
 #   make gpu-check                                  builds, then runs every part
 #   scripts/gpu_check.sh [FOLDER [PART...]]         runs parts, on a build or a bundle (scripts/bundle.sh)
@@ -11,16 +13,17 @@
 #   GPU_CHECK_PYTHON=PATH scripts/gpu_check.sh      a Python with torch; default: the first python3 with it
 #
 # Writes each result at once to FOLDER, by default a folder of docs/results named after the date and the GPU:
-# README.md (rewritten after each step), steps.tsv, log.txt and the benches' JSON, 8 files in all. At the end,
-# even if interrupted, packs all files into gpu-check.tar.gz. README.md and steps.tsv also stay in FOLDER.
+# README.md (rewritten after each step), steps.tsv, log.txt, the benches' JSON, and NAME.log of each step that
+# runs side by side with others. At the end, even if interrupted, packs all files into gpu-check.tar.gz.
+# README.md and steps.tsv also stay in FOLDER.
 #
-# Each step has a deadline. A step that fails or lacks a tool appears in the table and in the exit status. No
-# step is skipped silently.
+# Each step has a deadline. A step that fails, lacks a tool or would begin too late appears in the table and
+# in the exit status. No step is skipped silently.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
 . scripts/smoke.sh
-parts=(first kernels peers training memcheck racecheck initcheck)
+parts=(first next unseen kernels peers training memcheck racecheck initcheck)
 list=
 case ${1:-} in
   --list) list=1 ;;
@@ -44,8 +47,8 @@ if [ ! -x build/bin/gradwire ] && [ -f build/gradwire-bundle.tar.xz ] && [ ! -d 
     exit 1
   }
 fi
-root=build
-[ -x build/bin/gradwire ] || root=build/bundle
+root=$PWD/build
+[ -x build/bin/gradwire ] || root=$PWD/build/bundle
 bin=$root/bin
 python='' torch=''
 for candidate in "${GPU_CHECK_PYTHON:-}" "$(command -v python3)" /usr/bin/python3; do
@@ -94,8 +97,8 @@ check_machine() {
     echo "gpu-check: driver $driver is too old for CUDA 13, which needs R580 or later; update the driver" >&2
     exit 1
   fi
-  for library in libcublas.so.13 libcublasLt.so.13 libnccl.so.2; do provide $library; done
-  export LD_LIBRARY_PATH=$PWD/$root/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  for library in libcublas.so.13 libcublasLt.so.13 libnccl.so.2 libcupti.so.13; do provide $library; done
+  export LD_LIBRARY_PATH=$root/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   if missing=$(ldd "$bin/gradwire" 2> /dev/null | grep 'not found'); then
     echo "gpu-check: libraries are missing; install CUDA 13's cuBLAS, or Python's nvidia-cublas package:" >&2
     echo "$missing" >&2
@@ -125,16 +128,16 @@ write_readme() {
   } > "$out/README.md"
 }
 
-running=
+declare -A running=()  # process -> log, begin, deadline and name of its step
 pack() {
   trap - EXIT
   trap '' TERM INT  # a second signal would lose the results
-  [ -z "$running" ] || { kill "$running" && wait "$running"; } 2> /dev/null
+  [ ${#running[@]} -eq 0 ] || { kill "${!running[@]}"; wait "${!running[@]}"; } 2> /dev/null
   write_readme
   (
     cd "$out" || exit
     shopt -s nullglob
-    files=(log.txt *.json *.log)
+    files=(log.txt *.json *.jsonl *.log graph_*.tsv)
     tar -czf gpu-check.tar.gz.new README.md steps.tsv "${files[@]}" && mv gpu-check.tar.gz.new gpu-check.tar.gz &&
       rm -f "${files[@]}"
   )
@@ -144,33 +147,53 @@ pack() {
   echo "gpu-check: $((SECONDS - started)) s, $failed steps failed; results in $out/gpu-check.tar.gz"
 }
 
-report() { # STATUS SECONDS: of step $name in part $part
+report() { # STATUS SECONDS NAME: of a step of part $part
   [ "$1" = ok ] || failed=$((failed + 1))
-  printf '%s\t%s\t%s\t%d\n' "$part" "$name" "$1" "$2" | tee -a "$out/steps.tsv"
+  printf '%s\t%s\t%s\t%d\n' "$part" "$3" "$1" "$2" | tee -a "$out/steps.tsv"
   write_readme
 }
 
-# step NAME DEADLINE COMMAND...: runs COMMAND, with its output in log.txt. Runs COMMAND in the background, so
-# that the script handles signals at once.
-step() {
-  local name=$1 deadline=$2 begin=$SECONDS status=ok rc
-  shift 2
+# begin_step LOG NAME DEADLINE COMMAND...: starts COMMAND in the background, so that the script handles
+# signals at once. Returns 1 if this run omits the step.
+begin_step() {
+  local log=$1 name=$2 deadline=$3
+  shift 3
   if [ -n "$list" ]; then
-    printf '%s\t%s\t%d\n' "$part" "$name" "$deadline"
-    return
+    printf '%s\t%s\t%d%s\n' "$part" "$name" "$deadline" "$([ "$log" = log.txt ] || printf '\tside by side')"
+    return 1
   fi
-  [[ $name =~ ${GPU_CHECK_ONLY:-.} ]] || return 0
+  [[ $name =~ ${GPU_CHECK_ONLY:-.} ]] || return 1
   [ -z "$smoke" ] || deadline=$((deadline > 60 ? deadline : 60))  # deadlines are for a machine with a GPU
-  echo "=== $part: $name: $*" >> "$out/log.txt"
-  timeout --kill-after=5 "$deadline" "${small[@]}" "$@" >> "$out/log.txt" 2>&1 &
-  running=$!
-  wait $running
+  echo "=== $part: $name: $*" >> "$out/$log"
+  timeout --kill-after=5 "$deadline" "${small[@]}" "$@" >> "$out/$log" 2>&1 &
+  running[$!]="$log $SECONDS $deadline $name"
+}
+# end_step PROCESS: waits for a step, and reports it.
+end_step() {
+  local log begin deadline name status=ok rc
+  read -r log begin deadline name <<< "${running[$1]}"
+  wait "$1"
   rc=$?
-  running=
+  unset "running[$1]"
   [ $rc -eq 0 ] || status="FAILED ($rc)"
   [ $rc -eq 124 ] && status="FAILED (deadline of $deadline s)"
-  [ -z "$smoke" ] || [ "$status" = ok ] || tail -n 5 "$out/log.txt"
-  report "$status" $((SECONDS - begin))
+  [ -n "$smoke" ] && [ $rc -eq 77 ] && status=ok  # it said what it lacks, for example a GPU
+  [ -z "$smoke" ] || [ "$status" = ok ] || tail -n 5 "$out/$log"
+  report "$status" $((SECONDS - begin)) "$name"
+}
+# step NAME DEADLINE COMMAND...: runs COMMAND, with its output in log.txt.
+step() {
+  begin_step log.txt "$@" && end_step $!
+}
+# together NAME DEADLINE COMMAND...: starts COMMAND, with its output in NAME.log. end_all waits for all.
+together() { begin_step "$1.log" "$@" || true; }
+end_all() {
+  local process
+  while [ ${#running[@]} -gt 0 ]; do
+    for process in "${!running[@]}"; do kill -0 "$process" 2> /dev/null || end_step "$process"; done
+    sleep 0.2 &
+    wait $!
+  done
 }
 # needs NAME REASON COMMAND...: returns whether the step can run; otherwise records it as failed.
 needs() {
@@ -179,8 +202,15 @@ needs() {
   { [ -n "$list" ] || "$@" > /dev/null 2>&1; } && return 0
   [[ $name =~ ${GPU_CHECK_ONLY:-.} ]] || return 1
   [ -z "$smoke" ] || { echo "NOT CHECKED: $name: $why"; return 1; }
-  report "NOT RUN: $why" 0
+  report "NOT RUN: $why" 0 "$name"
   return 1
+}
+# early NAME SECONDS: returns whether the part began less than SECONDS ago; otherwise records that the step
+# was not run.
+early() {
+  [ -z "$list$smoke" ] || return 0
+  local late=$(($(date +%s) - part_began))
+  [ $late -lt "$2" ] || needs "$1" "late, $late s after the part began" false
 }
 
 # suite PROGRAM SHARDS [FILTER]: runs the GPU tests of a program (cuda0, cuda0_... in the name; CI runs the
@@ -210,10 +240,22 @@ suite() {
   rm -r "$logs"
   return $rc
 }
-sanitize() { # TOOL FILTER
-  sanitizer="compute-sanitizer --tool $1 --report-api-errors no --error-exitcode 9" suite kernels 14 "$2"
+sanitize() { # TOOL SHARDS FILTER [FILTER OF runtime_tests]
+  local sanitizer="compute-sanitizer --tool $1 --report-api-errors no --error-exitcode 9"
+  suite kernels "$2" "$3" && { [ -z "${4:-}" ] || suite runtime "$2" "$4"; }
 }
-export -f suite sanitize
+# Installs a wheel into a folder of its own, and tests it on CUDA tensors, with the NCCL of Python's packages.
+wheel() { # WHEEL cuda|cpu
+  local folder rc
+  folder=$(mktemp -d)
+  "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target "$folder" "$1" &&
+    env -u LD_LIBRARY_PATH -u GRADWIRE_LIBRARY PYTHONPATH="$folder" \
+      "$python" tests/integrations/device_test.py 2 "$2"
+  rc=$?
+  rm -r "$folder"
+  return $rc
+}
+export -f suite sanitize wheel
 export bin smoke python
 small=()
 [ -z "$smoke" ] || small=("$python" bench/harness/smoke.py)
@@ -231,6 +273,79 @@ part_first() {
   step tests-trainer 35 bash -c "suite trainer 6"
   step train 10 env CUBLASLT_LOG_LEVEL=5 CUBLASLT_LOG_FILE="$out/cublaslt.log" "$bin/gradwire" train \
     --model vit_s_16 --data synthetic --device cuda --steps 20 --batch-size 32 --compression powersgd:rank=4
+}
+
+vit=("$bin/gradwire" train --model vit_l_32 --data synthetic --device cuda --batch-size 32 --optimizer sgd
+  --lr 0.01 --momentum 0 --eval-every 0 --precision bf16)
+train_step() { # NAME FLAGS...: $tuning names the file of GRADWIRE_TUNING
+  step "$1" 10 env ${tuning:+"GRADWIRE_TUNING=$tuning"} "${vit[@]}" --log "$out/$1.jsonl" --steps 60 "${@:2}"
+}
+# Whether a file exists. In a smoke run the step's command runs without it.
+has() { [ -n "$smoke" ] || [ -e "$1" ]; }
+
+# Timings, alone; the least important steps, which come last, only while the part is not late.
+part_next() {
+  local tuning='' filters kernel
+  step doctor 10 "$bin/gradwire" doctor
+  step tests-kernels-changed 75 bash -c "suite kernels 14"
+  if needs trace "this build has no libgraph_trace.so" has "$root/lib/libgraph_trace.so"; then
+    step trace 20 env -C "$out" CUDA_INJECTION64_PATH="$root/lib/libgraph_trace.so" \
+      "${vit[@]}" --steps 25 --graph
+    [ -z "$smoke" ] || printf '0\t9\t7\t1\t1\t1,1,1\t32\t8\t0\tkernel\n' > "$out/graph_trace.tsv"
+    step trace-table 5 "$python" bench/harness/graph_table.py "$out/graph_trace.tsv"
+  fi
+  needs bench-captured "no PyTorch for ${python:-python3}" has_torch &&
+    step bench-captured 180 "$python" bench/experiments/run.py gpu_training --captured --precision bf16 \
+      --steps 50 --deadline-s 30 --gradwire "$bin/gradwire" --json "$out/captured.json"
+  tuning=$out/tuning.log
+  train_step tune  # outside graphs, where products are timed
+  train_step tuned-1 --graph
+  train_step tuned-2 --graph
+  tuning=
+  train_step gelu-tanh --graph --gelu tanh
+  train_step gradient-group-1 --graph --gradient-group 1
+  needs overlap "this build has no bin/overlap" has "$bin/overlap" && step overlap 25 "$bin/overlap"
+  filters=(fp8 int8 int4 eden topk attention layer_norm tokens patchify cross_entropy powersgd)
+  early bench-kernels-changed 330 &&
+    step bench-kernels-changed 45 "$bin/gradwire-bench" kernels --device cuda --cache cold --min-size 1G \
+      --max-size 1G --stop 20ms --json "$out/kernels-changed.json" "${filters[@]/#/--filter=}"
+  early bench-hook-changed 370 &&
+    step bench-hook-changed 25 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda \
+      --compression powersgd:rank=32 --compression fp8 --stop 6 --json "$out/hook-changed.json"
+  for kernel in attention_backward_kernel attention_kernel layer_norm_backward_slice_kernel; do
+    if [ -n "$smoke" ]; then
+      step "ncu-$kernel" 15 grep -m 1 "$kernel" docs/gpu.md
+    else
+      early "ncu-$kernel" 390 && needs "ncu-$kernel" "ncu is not on PATH" command -v ncu &&
+        step "ncu-$kernel" 15 ncu --csv --clock-control none --set full -k "regex:^$kernel" --launch-skip 30 \
+          --launch-count 1 "${vit[@]}" --steps 2
+    fi
+  done
+}
+
+# What has not run on a GPU or under compute-sanitizer, side by side; nothing is timed. The nine sanitizer
+# runs are of the kernels that docs/gpu.md says await a GPU or were checked in part.
+part_unseen() {
+  local archive tool
+  needs interposer "no PyTorch for ${python:-python3}" has_torch &&
+    needs interposer "this build has no libgradwire_nccl.so" test -e "$root/lib/libgradwire_nccl.so" &&
+    together interposer 110 "$python" tests/nccl/interposed.py cuda "$root/lib/libgradwire_nccl.so"
+  archive=$(compgen -G "$root/gradwire-*.whl" || compgen -G "dist/gradwire-*.whl")
+  needs wheel "no PyTorch for ${python:-python3}" has_torch &&
+    needs wheel "neither the bundle nor dist has a wheel (make wheel)" test -n "$archive" &&
+    together wheel 110 bash -c "wheel '$archive' $([ -n "$smoke" ] && echo cpu || echo cuda)"
+  needs nccl-newer "no lib/newer/libnccl.so.2 in $root" has "$root/lib/newer/libnccl.so.2" &&
+    together nccl-newer 110 env GRADWIRE_NCCL_LIBRARY="$root/lib/newer/libnccl.so.2" \
+      bash -c "suite processes 4 'NcclGpu*'"
+  for tool in memcheck racecheck initcheck; do
+    sanitizer_step $tool clip-store "1 '*Clip*cuda*' '*StoreAndIncrement*cuda*'" together 115
+  done
+  for tool in memcheck racecheck; do
+    sanitizer_step $tool attention "1 '*VitAttention*cuda*-*Large*'" together 115
+    sanitizer_step $tool model "1 '*VitLayerNorm*cuda*:*VitTokens*cuda*:*VitCrossEntropy*cuda*'" together 115
+    sanitizer_step $tool int8 "1 '*WireFormat*cuda*int8*:*Int8Wire*cuda*-$few'" together 115
+  done
+  end_all
 }
 
 part_kernels() {
@@ -253,10 +368,10 @@ part_peers() {
   step tests-nccl 100 env NCCL_DEBUG=INFO NCCL_DEBUG_FILE="$out/nccl-%p.log" bash -c "suite processes 4 'NcclGpu*'"
   # Smoke runs omit these steps, because ctest's `device` and `jax` test the same without a GPU.
   [ -z "$smoke" ] && needs tests-pytorch "no PyTorch for ${python:-python3}" has_torch &&
-    step tests-pytorch 100 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so" \
+    step tests-pytorch 100 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$root/lib/libgradwire.so" \
       "$python" tests/integrations/device_test.py 2 cuda
   [ -z "$smoke" ] && needs tests-jax "no JAX for ${python:-python3}" "${python:-false}" -c 'import jax, optax' &&
-    step tests-jax 40 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so" \
+    step tests-jax 40 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$root/lib/libgradwire.so" \
       "$python" tests/integrations/jax_device_test.py 2 cuda
   needs bench-hook "no PyTorch for ${python:-python3}" has_torch &&
     step bench-hook 90 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda --compression bf16 \
@@ -275,7 +390,7 @@ part_training() {
   step train 50 "$bin/gradwire" train --model vit_b_32 --data synthetic --device cuda --steps 20 \
     --batch-size 32 --compression powersgd:rank=4
   needs bench-training "no PyTorch for ${python:-python3}" has_torch &&
-    step bench-training 360 "$python" bench/experiments/run.py gpu_training --gradwire "$bin/gradwire" \
+    step bench-training 420 "$python" bench/experiments/run.py gpu_training --gradwire "$bin/gradwire" \
       --json "$out/training.json"
 }
 
@@ -283,23 +398,18 @@ part_training() {
 # longest tests. Each step ends at its deadline at the latest. Tests that have not run by the deadline count
 # as failed.
 few='*HasTheReferencesBits*:*Large*'
-sanitizer_step() { # TOOL NAME FILTER
+sanitizer_step() { # TOOL NAME ARGUMENTS [step|together DEADLINE]: the arguments of sanitize, as text
   { [ -n "$smoke" ] ||
     needs "sanitizer-$1-$2" "compute-sanitizer is not on PATH" command -v compute-sanitizer; } &&
-    step "sanitizer-$1-$2" 230 bash -c "sanitize $1 '$3'"
+    "${4:-step}" "sanitizer-$1-$2" "${5:-230}" bash -c "sanitize $1 $3"
 }
-part_memcheck() {
-  sanitizer_step memcheck kernels "*cuda*-*WireFormat*:$few"
-  sanitizer_step memcheck formats "*WireFormat*cuda*-$few"
+sanitize_kernels() { # TOOL
+  sanitizer_step "$1" kernels "14 '*cuda*-*WireFormat*:$few'"
+  sanitizer_step "$1" formats "14 '*WireFormat*cuda*-$few'"
 }
-part_racecheck() {
-  sanitizer_step racecheck kernels "*cuda*-*WireFormat*:$few"
-  sanitizer_step racecheck formats "*WireFormat*cuda*-$few"
-}
-part_initcheck() {
-  sanitizer_step initcheck kernels "*cuda*-*WireFormat*:$few"
-  sanitizer_step initcheck formats "*WireFormat*cuda*-$few"
-}
+part_memcheck() { sanitize_kernels memcheck; }
+part_racecheck() { sanitize_kernels racecheck; }
+part_initcheck() { sanitize_kernels initcheck; }
 
 out=
 if [ -n "$list" ]; then
@@ -312,7 +422,8 @@ gpu=$([ -n "$smoke" ] || nvidia-smi --query-gpu=name --format=csv,noheader -i 0 
 out=${folder:-docs/results/$(date +%F)-$gpu}
 mkdir -p "$out" || exit 1
 out=$(cd "$out" && pwd)
-rm -f "$out"/log.txt "$out"/*.{json,log}
+rm -f "$out"/graph_*.tsv "$out"/*.{json,jsonl,log}
+: > "$out/log.txt"
 started=$SECONDS
 failed=0
 printf 'part\tstep\tstatus\tseconds\n' > "$out/steps.tsv"
@@ -321,5 +432,8 @@ echo "$machine"
 trap pack EXIT
 trap 'exit 143' TERM
 trap 'exit 130' INT
-for part in "${wanted[@]}"; do "part_$part"; done
+for part in "${wanted[@]}"; do
+  part_began=$(date +%s)
+  "part_$part"
+done
 [ $failed -eq 0 ]

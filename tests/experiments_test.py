@@ -122,6 +122,30 @@ class Experiments(unittest.TestCase):
         self.assertEqual(self.report.loss_table(items, "a")[2],
                          ["b", "1.7500", "+0.2500", "+0.5000, +0.0000"])
 
+    def test_goals_compare_graphs_with_captured_steps(self):
+        from experiments import gpu_training
+        ms = {"Gradwire --graph": 10, "PyTorch eager, captured": 12, "torch.compile, captured": 11,
+              "PyTorch eager": 70, "torch.compile": 40}
+        rows = [{"who": who, "precision": "bf16", "step_ms": [value]} for who, value in ms.items()]
+        self.assertEqual(gpu_training.goal_lines(rows),
+                         ["bf16: 1.20x of PyTorch eager, captured's steps/s (goal 1x): met",
+                          "bf16: 1.10x of torch.compile, captured's steps/s (goal 1.2x): NOT MET"])
+
+    def test_a_graphs_kernels_and_gaps(self):
+        from harness import graph_table
+        rows = ["5\t9\t7\t0\t1\t8,1,1\t256\t32\t0\tbefore the graph"]
+        for launch, begin in ((2, 1000), (3, 11000), (4, 21000)):  # the second kernel overlaps the first
+            for name, start, end in (("_Z1av", 0, 4000), ("_Z1bv", 3000, 5000), ("_Z1av", 6000, 8000)):
+                rows.append(f"{begin + start}\t{begin + end}\t7\t3\t{launch}\t8,1,1\t256\t32\t0\t{name}")
+        rows.append("31000\t32000\t7\t3\t5\t8,1,1\t256\t32\t0\t_Z1av")  # a replay that was cut off
+        steps = graph_table.replays(graph_table.read("\n".join([*rows, "99\t10"])), 2)
+        self.assertEqual([step[0].launch for step in steps], ["3", "4"])
+        lines = graph_table.table(steps)
+        self.assertEqual([line.split()[:3] for line in lines[1:-1]],
+                         [["0.006", "2.0", "3.00"], ["0.002", "1.0", "2.00"]])
+        self.assertEqual(lines[-1], "step 0.010 ms, its graph 0.008 ms: busy 0.007, idle 0.001 ms "
+                         "in 3 launches, of 2 steps")
+
     def test_only_the_marked_section_of_a_page_changes(self):
         page = "a\n<!-- results:begin -->\nold\n<!-- results:end -->\nb <!-- x:begin --><!-- x:end -->\n"
         self.assertEqual(self.report.replace_section(page, "results", "new\n"), page.replace("old", "new"))

@@ -22,7 +22,7 @@ ENDINGS = r"(?:h|hpp|c|cc|cpp|cu|cuh|py|sh|md|cmake|png|in)"
 BARE = re.compile(rf"(?<![\w./<>*-])[A-Za-z]\w*(?:/\w+)*\.{ENDINGS}\b(?![\w(/]|\.\w)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # Names of files outside the tree: headers and scripts of other projects, and files of users.
-ELSEWHERE = {"nccl.h", "cuda_runtime.h", "asan_interface_internal.h", "train.py", "result.png",
+ELSEWHERE = {"nccl.h", "cuda_runtime.h", "cupti.h", "asan_interface_internal.h", "train.py", "result.png",
              "build/demo/report.png", "cublasLt.h"}
 
 
