@@ -32,6 +32,7 @@
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && !defined(GRADWIRE_SANITIZED) && \
     __GNUC__ >= 12
 #define GW_SIMD __attribute__((noinline, target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define GW_SIMD_CHOOSES 1
 #else
 #define GW_SIMD
 #endif
@@ -339,6 +340,10 @@ struct ElementLoop {
     }
   }
 };
+
+// Writes the ascending i < n with keys[i] >= least, and returns their number. n is a multiple of 32, at most
+// 65536; `places` has room for n + 32.
+int places_at_least(const int16_t* keys, int n, int16_t least, uint16_t* places);
 
 // Conversions between FP32 and BF16 on the host, whole rows at a time.
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <functional>
 
 #include "kernels/math/random.h"
 #include "kernels/math/small_float.h"
@@ -61,38 +60,23 @@ GW_INLINE void forget_not_finite(const float* x, float* kept, int64_t count) {
 // The selection of largest values and the encoding of their positions on the host, for topk.h.
 
 struct SelectingLane {
-  // Narrows the candidates to few more than k by the upper 15 of the keys' 31 bits, then compares all bits.
+  // Narrows the candidates to at most 4 k, or few more than k, by the upper 15 of the keys' 31 bits, then
+  // compares all bits.
   template <typename Key>
   GW_INLINE void pick_largest(int n, int k, const Key& key, float* places) const {
     alignas(64) int16_t upper[kMaxKeys];
-    alignas(64) uint8_t hits[kMaxKeys];
-    uint16_t at[kMaxKeys];
-    uint32_t keys[kMaxKeys];
+    uint16_t at[kMaxKeys + 32];
+    uint32_t keys[kMaxKeys + kWidth];
 #pragma omp simd
     for (int i = 0; i < n; ++i) upper[i] = static_cast<int16_t>(key(i) >> 16);
-    int16_t least = 0;
-    for (int bit = 1 << 14; bit > 0; bit /= 2) {
-      const auto tried = static_cast<int16_t>(least | bit);
-      const int reach = reaching(upper, n, tried);
-      if (reach >= k) least = tried;
-      if (reach >= k && reach <= k + k / 4) break;
-    }
-#pragma omp simd
-    for (int i = 0; i < n; ++i) hits[i] = upper[i] >= least ? 1 : 0;
-    int all = 0;
-    for (int begin = 0; begin < n; begin += 8) {
-      uint64_t eight;
-      memcpy(&eight, hits + begin, sizeof eight);
-      for (; eight != 0; eight &= eight - 1) {
-        const int i = begin + std::countr_zero(eight) / 8;
-        at[all] = static_cast<uint16_t>(i);
-        keys[all++] = key(i);
-      }
-    }
-    uint32_t sorted[kMaxKeys];
-    std::copy_n(keys, all, sorted);
-    std::nth_element(sorted, sorted + (k - 1), sorted + all, std::greater<>());
-    const uint32_t last = sorted[k - 1];
+    // First tries the key that twice as many reach as are wanted in an eighth of the keys.
+    int16_t least = n >= 512 && 16 * k <= n ? reached_by(upper, n / 8, k / 4 + 4) : 0;
+    int all = least > 0 ? reaching(upper, n, least) : 0;
+    if (all < k || all > 4 * k) least = reached_by(upper, n, k);
+    all = places_at_least(upper, n, least, at);
+    for (int j = 0; j < all; ++j) keys[j] = key(at[j]);
+    store(keys + all, U32x8{});
+    const uint32_t last = kth_largest(keys, all, k);
     int equal = k;  // number of keys equal to `last` to select
 #pragma omp simd reduction(- : equal)
     for (int j = 0; j < all; ++j) equal -= keys[j] > last ? 1 : 0;
@@ -140,6 +124,37 @@ struct SelectingLane {
  private:
   static constexpr int kMaxKeys = 4096;
 
+  // Returns the k-th largest of n keys of 31 bits, which zeros follow.
+  GW_INLINE uint32_t kth_largest(const uint32_t* keys, int n, int k) const {
+    int32_t least = 0;
+    for (int bit = 30; bit >= 0; --bit) {
+      const int32_t tried = least | 1 << bit;
+      I32x8 sums = {};
+      for (int i = 0; i < n; i += kWidth) sums -= std::bit_cast<I32x8>(load<U32x8>(keys + i)) >= tried;
+      int reach = 0;
+      for (int lane = 0; lane < kWidth; ++lane) reach += sums[lane];
+      if (reach >= k) least = tried;
+      if (reach == k) break;
+    }
+    uint32_t last = 0x7fffffffu;
+#pragma omp simd reduction(min : last)
+    for (int i = 0; i < n; ++i) {
+      const uint32_t key = keys[i] >= static_cast<uint32_t>(least) ? keys[i] : 0x7fffffffu;
+      last = key < last ? key : last;
+    }
+    return last;
+  }
+  // Returns a key that `wanted` or a few more of n keys reach, if there is one.
+  GW_INLINE int16_t reached_by(const int16_t* keys, int n, int wanted) const {
+    int16_t least = 0;
+    for (int bit = 1 << 14; bit > 0; bit /= 2) {
+      const auto tried = static_cast<int16_t>(least | bit);
+      const int reach = reaching(keys, n, tried);
+      if (reach >= wanted) least = tried;
+      if (reach >= wanted && reach <= wanted + wanted / 4) break;
+    }
+    return least;
+  }
   // Returns the number of keys that are at least `least`; n is a multiple of 64.
   GW_INLINE int reaching(const int16_t* keys, int n, int16_t least) const {
     using I16x16 = int16_t __attribute__((vector_size(32)));
