@@ -294,6 +294,16 @@ struct OneLane : SelectingLane, RunLane {
   }
   template <int kBits, typename Take>
   GW_INLINE void unpack(const uint8_t* bytes, int n, int count, const Take& take) const {
+    const int m = n * kBits / 8;
+    if (lower_code_bits(kBits) == kBits && kBits != 8 && m >= kFullBytes) {
+      for (int part = 0; part < 8 / kBits && part * m < count; ++part) {
+        const int first = part * m, here = count - first < m ? count - first : m;
+        each(here, [&](int j) {
+          take(first + j, (static_cast<uint32_t>(bytes[j]) >> (part * kBits)) & ((1u << kBits) - 1u));
+        });
+      }
+      return;
+    }
     alignas(64) uint32_t codes[kMaxCodes];
     unpack_all<kBits>(bytes, n, codes);
     each(count, [&](int i) { take(i, codes[i]); });
