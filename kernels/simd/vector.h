@@ -32,6 +32,7 @@
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && !defined(GRADWIRE_SANITIZED) && \
     __GNUC__ >= 12
 #define GW_SIMD __attribute__((noinline, target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define GW_SIMD_CHOOSES 1
 #else
 #define GW_SIMD
 #endif
@@ -244,22 +245,27 @@ GW_INLINE float sum_of(F32x8 v) {
 GW_INLINE float sum_of(const F32x16& v) {
   return sum_of(v.low + v.high);
 }
-GW_INLINE float largest_of(F32x8 v) {
+template <typename V>
+GW_INLINE auto largest_of(V v) {
   v = larger(v, __builtin_shuffle(v, I32x8{4, 5, 6, 7, 0, 1, 2, 3}));
   v = larger(v, __builtin_shuffle(v, I32x8{2, 3, 0, 1, 6, 7, 4, 5}));
   return v[0] > v[1] ? v[0] : v[1];
 }
 
-// Adds the halves of every group of lanes: first the sums of a's groups, of half the length, then the sums of
-// b's groups.
-template <int kHalf>
-GW_INLINE F32x8 add_halves(const F32x8& a, const F32x8& b) {
+// Joins the halves of every group of lanes by op(a, b): first those of a's groups, then those of b's groups.
+template <int kHalf, typename V, typename Op>
+GW_INLINE V join_halves(const V& a, const V& b, const Op& op) {
   I32x8 low, high;
   for (int i = 0; i < 8; ++i) {
     low[i] = i / kHalf * 2 * kHalf + i % kHalf;
     high[i] = low[i] + kHalf;
   }
-  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+  return op(__builtin_shuffle(a, b, low), __builtin_shuffle(a, b, high));
+}
+template <int kHalf>
+GW_INLINE F32x8 add_halves(const F32x8& a, const F32x8& b) {
+  return join_halves<kHalf>(
+      a, b, [](const F32x8& x, const F32x8& y) __attribute__((always_inline)) { return x + y; });
 }
 // Returns sum_of() for each of sixteen vectors, with the same bits and in a tenth of the time.
 GW_INLINE F32x16 sums_of(const F32x16 (&v)[16]) {
@@ -334,6 +340,10 @@ struct ElementLoop {
     }
   }
 };
+
+// Writes the ascending i < n with keys[i] >= least, and returns their number. n is a multiple of 32, at most
+// 65536; `places` has room for n + 32.
+int places_at_least(const int16_t* keys, int n, int16_t least, uint16_t* places);
 
 // Conversions between FP32 and BF16 on the host, whole rows at a time.
 

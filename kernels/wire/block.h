@@ -224,7 +224,9 @@ struct BlockCoder {
             typename Sink = NoSink>
   GW_HD void encode_values(const Lanes& lanes, Values values, int count, Random random, const To& to,
                            Scratch scratch, const Sink& sink = {}) const {
-    if constexpr (requires { format.encode(lanes, values, count, random, to, scratch, sink); }) {
+    if constexpr (requires { lanes.encode_block(format, values, to); }) {
+      lanes.encode_block(format, values, to);
+    } else if constexpr (requires { format.encode(lanes, values, count, random, to, scratch, sink); }) {
       format.encode(lanes, values, count, random, to, scratch, sink);
     } else if constexpr (requires { format.encode(lanes, values, count, random, to, sink); }) {
       format.encode(lanes, values, count, random, to, sink);
@@ -244,7 +246,11 @@ struct BlockCoder {
         });
       }
     }
-    format.decode(lanes, from, rotates() ? n : count, values);
+    if constexpr (requires { lanes.decode_block(format, from, values); }) {
+      lanes.decode_block(format, from, values);
+    } else {
+      format.decode(lanes, from, rotates() ? n : count, values);
+    }
     if (rotates()) rotate_block_back(lanes, values, n, count);
   }
 

@@ -5,20 +5,18 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <functional>
 
 #include "kernels/math/random.h"
 #include "kernels/math/small_float.h"
 #include "kernels/simd/vector.h"
 #include "kernels/wire/block.h"
+#include "kernels/wire/block_vectors.h"
 #include "kernels/wire/format.h"
 #include "kernels/wire/topk.h"
 
 namespace gradwire::host {
 
 // Helpers for the host's ops of the wire formats: parts of a call, random bits.
-
-inline constexpr int kWidth = kLanes<F32x8>;
 
 template <typename T>
 void advance(T*& p, int64_t n) {
@@ -62,38 +60,23 @@ GW_INLINE void forget_not_finite(const float* x, float* kept, int64_t count) {
 // The selection of largest values and the encoding of their positions on the host, for topk.h.
 
 struct SelectingLane {
-  // Narrows the candidates to few more than k by the upper 15 of the keys' 31 bits, then compares all bits.
+  // Narrows the candidates to at most 4 k, or few more than k, by the upper 15 of the keys' 31 bits, then
+  // compares all bits.
   template <typename Key>
   GW_INLINE void pick_largest(int n, int k, const Key& key, float* places) const {
     alignas(64) int16_t upper[kMaxKeys];
-    alignas(64) uint8_t hits[kMaxKeys];
-    uint16_t at[kMaxKeys];
-    uint32_t keys[kMaxKeys];
+    uint16_t at[kMaxKeys + 32];
+    uint32_t keys[kMaxKeys + kWidth];
 #pragma omp simd
     for (int i = 0; i < n; ++i) upper[i] = static_cast<int16_t>(key(i) >> 16);
-    int16_t least = 0;
-    for (int bit = 1 << 14; bit > 0; bit /= 2) {
-      const auto tried = static_cast<int16_t>(least | bit);
-      const int reach = reaching(upper, n, tried);
-      if (reach >= k) least = tried;
-      if (reach >= k && reach <= k + k / 4) break;
-    }
-#pragma omp simd
-    for (int i = 0; i < n; ++i) hits[i] = upper[i] >= least ? 1 : 0;
-    int all = 0;
-    for (int begin = 0; begin < n; begin += 8) {
-      uint64_t eight;
-      memcpy(&eight, hits + begin, sizeof eight);
-      for (; eight != 0; eight &= eight - 1) {
-        const int i = begin + std::countr_zero(eight) / 8;
-        at[all] = static_cast<uint16_t>(i);
-        keys[all++] = key(i);
-      }
-    }
-    uint32_t sorted[kMaxKeys];
-    std::copy_n(keys, all, sorted);
-    std::nth_element(sorted, sorted + (k - 1), sorted + all, std::greater<>());
-    const uint32_t last = sorted[k - 1];
+    // First tries the key that twice as many reach as are wanted in an eighth of the keys.
+    int16_t least = n >= 512 && 16 * k <= n ? reached_by(upper, n / 8, k / 4 + 4) : 0;
+    int all = least > 0 ? reaching(upper, n, least) : 0;
+    if (all < k || all > 4 * k) least = reached_by(upper, n, k);
+    all = places_at_least(upper, n, least, at);
+    for (int j = 0; j < all; ++j) keys[j] = key(at[j]);
+    store(keys + all, U32x8{});
+    const uint32_t last = kth_largest(keys, all, k);
     int equal = k;  // number of keys equal to `last` to select
 #pragma omp simd reduction(- : equal)
     for (int j = 0; j < all; ++j) equal -= keys[j] > last ? 1 : 0;
@@ -141,6 +124,37 @@ struct SelectingLane {
  private:
   static constexpr int kMaxKeys = 4096;
 
+  // Returns the k-th largest of n keys of 31 bits, which zeros follow.
+  GW_INLINE uint32_t kth_largest(const uint32_t* keys, int n, int k) const {
+    int32_t least = 0;
+    for (int bit = 30; bit >= 0; --bit) {
+      const int32_t tried = least | 1 << bit;
+      I32x8 sums = {};
+      for (int i = 0; i < n; i += kWidth) sums -= std::bit_cast<I32x8>(load<U32x8>(keys + i)) >= tried;
+      int reach = 0;
+      for (int lane = 0; lane < kWidth; ++lane) reach += sums[lane];
+      if (reach >= k) least = tried;
+      if (reach == k) break;
+    }
+    uint32_t last = 0x7fffffffu;
+#pragma omp simd reduction(min : last)
+    for (int i = 0; i < n; ++i) {
+      const uint32_t key = keys[i] >= static_cast<uint32_t>(least) ? keys[i] : 0x7fffffffu;
+      last = key < last ? key : last;
+    }
+    return last;
+  }
+  // Returns a key that `wanted` or a few more of n keys reach, if there is one.
+  GW_INLINE int16_t reached_by(const int16_t* keys, int n, int wanted) const {
+    int16_t least = 0;
+    for (int bit = 1 << 14; bit > 0; bit /= 2) {
+      const auto tried = static_cast<int16_t>(least | bit);
+      const int reach = reaching(keys, n, tried);
+      if (reach >= wanted) least = tried;
+      if (reach >= wanted && reach <= wanted + wanted / 4) break;
+    }
+    return least;
+  }
   // Returns the number of keys that are at least `least`; n is a multiple of 64.
   GW_INLINE int reaching(const int16_t* keys, int n, int16_t least) const {
     using I16x16 = int16_t __attribute__((vector_size(32)));
@@ -189,7 +203,7 @@ struct SelectingLane {
   };
 };
 
-struct OneLane : SelectingLane {
+struct OneLane : SelectingLane, RunLane {
   template <typename Body>
   GW_INLINE void each(int n, const Body& body) const {
 #pragma omp simd
@@ -276,13 +290,7 @@ struct OneLane : SelectingLane {
     }
     alignas(64) uint32_t codes[kMaxCodes];
     each(n, [&](int i) { codes[i] = code(i); });
-    if constexpr (lower_code_bits(kBits) < kBits) {
-      constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
-      pack_words<kLower>(codes, n, 0, bytes);
-      pack_words<kUpper>(codes, n, kLower, bytes + n * kLower / 8);
-    } else {
-      pack_words<kBits>(codes, n, 0, bytes);
-    }
+    pack_all<kBits>(codes, n, bytes);
   }
   template <int kBits, typename Take>
   GW_INLINE void unpack(const uint8_t* bytes, int n, int count, const Take& take) const {
@@ -297,128 +305,12 @@ struct OneLane : SelectingLane {
       return;
     }
     alignas(64) uint32_t codes[kMaxCodes];
-    if constexpr (lower_code_bits(kBits) < kBits) {
-      constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
-      unpack_words<kLower, false>(bytes, n, 0, codes);
-      unpack_words<kUpper, true>(bytes + n * kLower / 8, n, kLower, codes);
-    } else {
-      unpack_words<kBits, false>(bytes, n, 0, codes);
-    }
+    unpack_all<kBits>(bytes, n, codes);
     each(count, [&](int i) { take(i, codes[i]); });
-  }
-
-  // Does the same as rotate_block and rotate_block_back of block.h, with the steps before and after the
-  // butterflies in registers. n is a power of two, at least 16.
-  GW_INLINE void rotate(const float* values, int n, float scale, float* to) const {
-    hadamard(
-        values, n, to, [=](const F32x8& x, int i) GW_HD_LAMBDA { return with_sign(words_of(scale * x), i); },
-        AsIs());
-  }
-  GW_INLINE void rotate_back(float* values, int n) const {
-    hadamard(
-        values, n, values, [](const F32x8& x, int) GW_HD_LAMBDA { return kRotationDown * x; },
-        [](const F32x8& x, int i) GW_HD_LAMBDA {
-          const U32x8 bits = words_of(x), magnitude = bits & 0x7fffffffu;
-          const U32x8 limit = U32x8{} + float_bits(kRotationMost);
-          const U32x8 least = blend(magnitude < limit, magnitude, limit);
-          const U32x8 cut = blend(magnitude > 0x7f800000u, magnitude, least) | (bits & 0x80000000u);
-          return with_sign(words_of(kRotationUp * std::bit_cast<F32x8>(cut)), i);
-        });
   }
 
  private:
   static constexpr int kMaxCodes = 512, kFullBytes = 32;
-
-  // Packs bits [from, from + kBits) of n codes; ignores the other bits.
-  template <int kBits>
-  GW_INLINE void pack_words(const uint32_t* codes, int n, int from, uint8_t* bytes) const {
-    constexpr uint32_t kMask = (1u << kBits) - 1u;
-    const int m = n * kBits / 8;
-#pragma omp simd
-    for (int j = 0; j < m; ++j) {
-      uint32_t byte = 0;
-      for (int part = 0; part < 8 / kBits; ++part) {
-        byte |= ((codes[part * m + j] >> from) & kMask) << (part * kBits);
-      }
-      bytes[j] = static_cast<uint8_t>(byte);
-    }
-  }
-  template <int kBits, bool kAdd>
-  GW_INLINE void unpack_words(const uint8_t* bytes, int n, int to, uint32_t* codes) const {
-    constexpr uint32_t kMask = (1u << kBits) - 1u;
-    const int m = n * kBits / 8;
-    for (int part = 0; part < 8 / kBits; ++part) {
-      uint32_t* const at = codes + part * m;
-#pragma omp simd
-      for (int j = 0; j < m; ++j) {
-        const uint32_t code = ((static_cast<uint32_t>(bytes[j]) >> (part * kBits)) & kMask) << to;
-        at[j] = kAdd ? at[j] | code : code;
-      }
-    }
-  }
-
-  struct AsIs {
-    GW_INLINE F32x8 operator()(const F32x8& x, int) const { return x; }
-  };
-  GW_INLINE static F32x8 with_sign(const U32x8& bits, int i) {
-    return std::bit_cast<F32x8>(bits ^ load<U32x8>(kRotationSigns.of + i));
-  }
-
-  // Computes to = after(H before(from)). Each callback receives the first of its eight indices.
-  template <typename Before, typename After>
-  GW_INLINE void hadamard(const float* from, int n, float* to, const Before& before,
-                          const After& after) const {
-    constexpr int kInRegisters = 8 * kWidth;
-    if (n <= kInRegisters) {
-      if (n == kInRegisters) return in_registers<8>(from, to, 0, before, after);
-      return n == 4 * kWidth ? in_registers<4>(from, to, 0, before, after)
-                             : in_registers<2>(from, to, 0, before, after);
-    }
-    for (int i = 0; i < n / 2; i += kWidth) {
-      butterfly(before(load<F32x8>(from + i), i), before(load<F32x8>(from + i + n / 2), i + n / 2), to + i,
-                to + i + n / 2);
-    }
-    for (int h = n / 4; h >= kInRegisters; h /= 2) {
-      for (int begin = 0; begin < n; begin += 2 * h) {
-        for (int i = begin; i < begin + h; i += kWidth) {
-          butterfly(load<F32x8>(to + i), load<F32x8>(to + i + h), to + i, to + i + h);
-        }
-      }
-    }
-    for (int begin = 0; begin < n; begin += kInRegisters) in_registers<8>(to, to, begin, AsIs(), after);
-  }
-  GW_INLINE void butterfly(const F32x8& a, const F32x8& b, float* low, float* high) const {
-    store(low, a + b);
-    store(high, a - b);
-  }
-  // Applies the butterflies to kVectors vectors. The last three levels are within a vector: each lane adds
-  // its partner to plus or minus itself; -1 * x is exact.
-  template <int kVectors, typename Before, typename After>
-  GW_INLINE void in_registers(const float* from, float* to, int begin, const Before& before,
-                              const After& after) const {
-    static_assert(kWidth == 8);
-    F32x8 v[kVectors];
-    for (int k = 0; k < kVectors; ++k) {
-      const int i = begin + k * kWidth;
-      v[k] = before(load<F32x8>(from + i), i);
-    }
-    for (int h = kVectors / 2; h > 0; h /= 2) {
-      for (int k = 0; k < kVectors; ++k) {
-        if ((k & h) != 0) continue;
-        const F32x8 a = v[k], b = v[k + h];
-        v[k] = a + b;
-        v[k + h] = a - b;
-      }
-    }
-    for (int k = 0; k < kVectors; ++k) {
-      F32x8 y = v[k];
-      y = __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3) + y * F32x8{1, 1, 1, 1, -1, -1, -1, -1};
-      y = __builtin_shufflevector(y, y, 2, 3, 0, 1, 6, 7, 4, 5) + y * F32x8{1, 1, -1, -1, 1, 1, -1, -1};
-      y = __builtin_shufflevector(y, y, 1, 0, 3, 2, 5, 4, 7, 6) + y * F32x8{1, -1, 1, -1, 1, -1, 1, -1};
-      const int i = begin + k * kWidth;
-      store(to + i, after(y, i));
-    }
-  }
 };
 
 // Loops over blocks [first, last) of the encoding of `count` values. `values` begins with block `first`.
@@ -450,20 +342,6 @@ GW_INLINE int values_in(const BlockCoder<F>& coder, int64_t count, int64_t block
 namespace {  // internal to each file: the compiler clones these functions for each instruction set
 
 // Encode or decode blocks. Each function copies the coder, so that the coder's options stay in registers.
-template <typename F>
-GW_SIMD void encode_each(const void* its_coder, const float* values, int64_t count, int64_t first,
-                         int64_t last, const uint16_t* random, uint8_t* wire) {
-  alignas(64) float scratch[F::kMaxBlock];
-  const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
-  const int n = coder.block();
-  for (int64_t block = first; block < last; ++block) {
-    coder.encode(OneLane(), values, values_in(coder, count, block), random, coder.place(wire, count, block),
-                 scratch);
-    values += n;
-    if (random != nullptr) random += n;
-  }
-}
-
 // Sink that stores the residual: values minus decoded values.
 struct KeepRest {
   const float* values;
@@ -471,6 +349,11 @@ struct KeepRest {
   template <bool kFinite>
   GW_INLINE void put(int i, float sent) const {
     residual[i] = kFinite ? values[i] - sent : rest_of<false>(values[i], sent);
+  }
+  template <bool kFar>
+  GW_INLINE void put_vector(int i, const F32x8& sent) const {
+    const F32x8 rest = load<F32x8>(values + i) - sent;
+    store(residual + i, kFar ? saturated(rest) : rest);
   }
 };
 // True if a format's encode takes a sink for the decoded values. Asks with the coder's own place of a block:
@@ -484,13 +367,66 @@ inline constexpr bool takes_sink = requires(const BlockCoder<F> coder, const flo
   coder.format.encode(OneLane(), values, 0, nullptr, coder.place(wire, 0, 0), scratch, keep);
 };
 
+// True if RunLane encodes runs of the format.
+template <typename F>
+inline constexpr bool encodes_runs = requires(const F format, const float* values, uint8_t* wire) {
+  OneLane().encode_run(format, values, static_cast<const uint16_t*>(nullptr), wire, NoSink());
+};
+// Encodes blocks [first, last) and returns true if they are a whole run of finite values.
+template <typename F, typename Sink>
+GW_INLINE bool encode_run(const BlockCoder<F>& coder, const float* values, int64_t count, int64_t first,
+                          int64_t last, const uint16_t* random, uint8_t* wire, const Sink& sink) {
+  if constexpr (encodes_runs<F>) {
+    const int64_t n = coder.block();
+    return (last - first) * n == std::max<int64_t>(n, OneLane::kRun) && last * n <= count &&
+           (F::kRotation == Rotation::always || !coder.rotates()) &&
+           OneLane().encode_run(coder.format, values, random, coder.place(wire, count, first), sink);
+  }
+  return false;
+}
+
+template <typename F>
+GW_SIMD void encode_each(const void* its_coder, const float* values, int64_t count, int64_t first,
+                         int64_t last, const uint16_t* random, uint8_t* wire) {
+  alignas(64) float scratch[F::kMaxBlock];
+  const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
+  const int n = coder.block();
+  if constexpr (F::kRotation != Rotation::always) {  // the other formats have RunLane::encode_block
+    if (encode_run(coder, values, count, first, last, random, wire, NoSink())) return;
+  }
+  for (int64_t block = first; block < last; ++block) {
+    coder.encode(OneLane(), values, values_in(coder, count, block), random, coder.place(wire, count, block),
+                 scratch);
+    values += n;
+    if (random != nullptr) random += n;
+  }
+}
+
+template <typename F>
+GW_SIMD void decode_each(const void* its_coder, const uint8_t* wire, int64_t count, int64_t first,
+                         int64_t last, float* values) {
+  const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
+  const int n = coder.block();
+  for (int64_t block = first; block < last; ++block, values += n) {
+    coder.decode(OneLane(), coder.place(wire, count, block), values_in(coder, count, block), values);
+  }
+}
+
 template <typename F>
 GW_SIMD void encode_with_residual_each(const void* its_coder, const float* values, int64_t count,
                                        int64_t first, int64_t last, const uint16_t* random, uint8_t* wire,
                                        float* residual) {
-  alignas(64) float sent[F::kMaxBlock];
+  alignas(64) float sent[std::max(F::kMaxBlock, OneLane::kRun)];
   const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
+  if (encode_run(coder, values, count, first, last, random, wire, KeepRest{values, residual})) return;
   const int n = coder.block();
+  if constexpr (!takes_sink<F>) {
+    encode_each<F>(its_coder, values, count, first, last, random, wire);
+    decode_each<F>(its_coder, wire, count, first, last, sent);
+    const auto all = static_cast<int>(std::min(count, last * n) - first * n);
+    for (int i = 0; i < all; ++i) residual[i] = rest_of<true>(values[i], sent[i]);
+    return;
+  }
   for (int64_t block = first; block < last; ++block, values += n, residual += n) {
     const int here = values_in(coder, count, block);
     const auto to = coder.place(wire, count, block);
@@ -507,21 +443,12 @@ GW_SIMD void encode_with_residual_each(const void* its_coder, const float* value
 }
 
 template <typename F>
-GW_SIMD void decode_each(const void* its_coder, const uint8_t* wire, int64_t count, int64_t first,
-                         int64_t last, float* values) {
-  const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
-  const int n = coder.block();
-  for (int64_t block = first; block < last; ++block, values += n) {
-    coder.decode(OneLane(), coder.place(wire, count, block), values_in(coder, count, block), values);
-  }
-}
-
-template <typename F>
 HostBlocks host_blocks(const BlockCoder<F>& coder) {
   HostBlocks blocks{&coder,         coder.block(), F::kStochastic, coder.far(),
                     encode_each<F>, nullptr,       decode_each<F>};
-  if constexpr (takes_sink<F>) {
-    if (!coder.rotates()) blocks.encode_with_residual = encode_with_residual_each<F>;
+  if constexpr (takes_sink<F> || encodes_runs<F>) {
+    if (F::kRotation == Rotation::always || !coder.rotates())
+      blocks.encode_with_residual = encode_with_residual_each<F>;
   }
   return blocks;
 }
