@@ -7,6 +7,7 @@
 
 #include "kernels/math/small_float.h"
 #include "kernels/wire/block.h"
+#include "kernels/wire/topk.h"
 #include "runtime/device/launch.cuh"
 
 namespace gradwire::cuda {
@@ -14,6 +15,22 @@ namespace {  // internal to each file: the shim finds only the shared variables 
 
 constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
+
+// Computes the residuals of sums s that are sent as `sent`, as rest_of(). A sum tests for values that are not
+// finite, which are rare.
+template <int W, bool kFar = false>
+__device__ __forceinline__ void to_residuals(const float* s, const float* sent, float unit,
+                                             float (&left)[W]) {
+  float none = 0.0f;
+#pragma unroll
+  for (int k = 0; k < W; ++k) {
+    left[k] = (s[k] - sent[k]) * unit;
+    none = fmaf(left[k], 0.0f, none);
+  }
+  if (none == 0.0f) return;
+#pragma unroll
+  for (int k = 0; k < W; ++k) left[k] = rest_of<kFar>(s[k], sent[k], unit);
+}
 
 // Applies the levels h = n/2, n/4, ..., 1 of a butterfly.
 template <typename Lanes>
