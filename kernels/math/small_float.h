@@ -46,6 +46,16 @@ GW_HD float bits_float(uint32_t u) {
   return x;
 }
 
+// Returns byte k of a word less an integer, as a float. Makes the byte the last bits of a float whose unit
+// is 1.
+GW_HD float byte_less(uint32_t word, uint32_t k, int32_t less) {
+#ifdef __CUDA_ARCH__
+  return bits_float(__byte_perm(word, 0x4b000000u, 0x7540u + k)) - static_cast<float>(8388608 + less);
+#else
+  return static_cast<float>(static_cast<int32_t>(word >> (8 * k) & 0xffu) - less);
+#endif
+}
+
 GW_HD bool is_finite(float x) {
   return (float_bits(x) & 0x7f800000u) != 0x7f800000u;
 }
@@ -180,23 +190,14 @@ GW_HD float e4m3_to_float(uint32_t code) {
 // Decodes four codes.
 GW_HD void e4m3x4_to_floats(uint32_t word, float* x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  asm("{\n"
-      ".reg .b16 a, b, c, d;\n"
-      ".reg .b32 low, high;\n"
-      "mov.b32 {a, b}, %4;\n"
-      "cvt.rn.f16x2.e4m3x2 low, a;\n"
-      "cvt.rn.f16x2.e4m3x2 high, b;\n"
-      "mov.b32 {a, b}, low;\n"
-      "mov.b32 {c, d}, high;\n"
-      "cvt.f32.f16 %0, a;\n"
-      "cvt.f32.f16 %1, b;\n"
-      "cvt.f32.f16 %2, c;\n"
-      "cvt.f32.f16 %3, d;\n"
-      "}"
-      : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-      : "r"(word));
+  for (int k = 0; k < 4; k += 2) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(word >> (8 * k))));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x[k]) : "h"(static_cast<uint16_t>(halves)));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x[k + 1]) : "h"(static_cast<uint16_t>(halves >> 16)));
+  }
 #else
-  for (int k = 0; k < 4; ++k) x[k] = e4m3_to_float((word >> (8 * k)) & 0xffu);
+  for (int k = 0; k < 4; ++k) x[k] = e4m3_to_float(word >> (8 * k) & 0xffu);
 #endif
 }
 
@@ -228,21 +229,15 @@ GW_HD uint8_t float_to_e4m3_stochastic(float value, uint32_t random) {
   return static_cast<uint8_t>(float_to_e4m3<false>(value, static_cast<int32_t>(random & 0xffffu)));
 }
 
-// Returns the codes of four finite values, rounded to nearest, ties to even; saturates. `cvt` on the GPU does
-// the same: .rn rounds to nearest even, also to E4M3's subnormal numbers, .satfinite sends larger magnitudes
-// to 448, and the sign remains, of zero too. (cvt would send Inf to 448, and NaN to 0x7f.)
+// Returns the codes of four finite values, rounded to nearest, ties to even; saturates. `cvt` does the same:
+// .rn rounds to nearest even, also to E4M3's subnormal numbers, .satfinite sends larger magnitudes to 448,
+// and the sign remains, also of 0. (It would send Inf to 448, and NaN to 0x7f.)
 GW_HD uint32_t floats_to_e4m3x4(const float* x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  uint32_t word;
-  asm("{\n"
-      ".reg .b16 a, b;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 a, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 b, %4, %3;\n"
-      "mov.b32 %0, {a, b};\n"
-      "}"
-      : "=r"(word)
-      : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
-  return word;
+  uint16_t low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(x[1]), "f"(x[0]));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(x[3]), "f"(x[2]));
+  return low | static_cast<uint32_t>(high) << 16;
 #else
   uint32_t word = 0;
   for (int k = 0; k < 4; ++k) word |= float_to_e4m3<true>(x[k], -1) << (8 * k);
@@ -295,6 +290,16 @@ GW_HD uint32_t largest_magnitude(const float (&x)[N]) {
 #endif
   }
   return largest;
+}
+
+// Returns the smaller of two numbers; NaN if x is NaN.
+GW_HD float at_most(float x, float most) {
+#ifdef __CUDA_ARCH__
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(most));
+  return x;
+#else
+  return x > most ? most : x;
+#endif
 }
 
 // FP32 <-> FP16 (IEEE 754 binary16) by integer arithmetic, the same on host and device and without branches.

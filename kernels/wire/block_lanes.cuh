@@ -18,8 +18,8 @@ constexpr int kBlockWarps = kBlockThreads / 32;
 
 // Computes the residuals of sums s that are sent as `sent`, as rest_of(). A sum tests for values that are not
 // finite, which are rare.
-template <int W, bool kFar = false>
-__device__ __forceinline__ void to_residuals(const float* s, const float* sent, float unit,
+template <int W>
+__device__ __forceinline__ void to_residuals(const float* s, const float* sent, float unit, bool far,
                                              float (&left)[W]) {
   float none = 0.0f;
 #pragma unroll
@@ -29,7 +29,8 @@ __device__ __forceinline__ void to_residuals(const float* s, const float* sent, 
   }
   if (none == 0.0f) return;
 #pragma unroll
-  for (int k = 0; k < W; ++k) left[k] = rest_of<kFar>(s[k], sent[k], unit);
+  for (int k = 0; k < W; ++k)
+    left[k] = far ? rest_of<true>(s[k], sent[k], unit) : rest_of<false>(s[k], sent[k], unit);
 }
 
 // Applies the levels h = n/2, n/4, ..., 1 of a butterfly.

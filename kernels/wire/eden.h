@@ -99,8 +99,7 @@ struct Eden {
   template <int kBits, typename Lanes, typename Values>
   GW_HD void encode_bits(const Lanes& lanes, Values values, int count, uint8_t* to) const {
     constexpr uint32_t kSign = 1u << (kBits - 1);
-    const uint32_t largest =
-        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+    const uint32_t largest = largest_bits(lanes, values, count);
     const uint8_t near = near_exponent(largest);
     const float down = fp8_inverse_scale(near);
     const float squares = lanes.sum(count, [=](auto i) GW_HD_LAMBDA {
@@ -132,7 +131,7 @@ struct Eden {
   template <int kBits, typename Lanes, typename Values>
   GW_HD void decode_bits(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     constexpr uint32_t kSign = 1u << (kBits - 1);
-    const float scale = get_float(from + size * kBits / 8);
+    const float scale = get_float(lanes, from + size * kBits / 8);
     unpack_codes<kBits>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
       const float x = scale * with_lloyd_max<kBits>(LevelOfCode{static_cast<float>(code & (kSign - 1u))});
       values[i] = (code & kSign) != 0 ? -x : x;

@@ -203,7 +203,7 @@ __device__ __forceinline__ void reduce_encode_block(const ReduceEncode& a, const
     }
     if (a.residual == nullptr && a.out == nullptr) return;
     coded.decode(sent);
-    to_residuals(s, sent, residual_unit(a), left);
+    to_residuals(s, sent, residual_unit(a), false, left);
   }
   if (a.residual != nullptr) store_floats<kWhole>(a.residual, lane, left);
   if (a.out != nullptr) {

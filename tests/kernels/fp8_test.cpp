@@ -52,8 +52,8 @@ TEST(E4m3, ScaleIsTheLeastThatDoesNotClamp) {
   for (uint32_t bits = 0; bits <= 0x7f800000u; bits += 0x1fffffu) {
     const float largest = bits_float(bits - (bits == 0x7f800000u ? 1 : 0));
     const uint8_t byte = fp8_scale_byte(float_bits(largest));
-    if (byte < 246) EXPECT_LE(largest, 448.0f * fp8_scale(byte)) << largest;
-    if (byte > 1) EXPECT_GT(largest, 448.0f * fp8_scale(static_cast<uint8_t>(byte - 1))) << largest;
+    EXPECT_TRUE(byte == 246 || largest <= 448.0f * fp8_scale(byte)) << largest;
+    EXPECT_TRUE(byte == 1 || largest > 448.0f * fp8_scale(static_cast<uint8_t>(byte - 1))) << largest;
     EXPECT_EQ(float_bits(largest) <= kFp8MostBits, largest <= 448.0f * fp8_scale(byte)) << largest;
   }
 }
@@ -84,6 +84,21 @@ TEST(E4m3, FourCodesAtOnceEqualSingleCodes) {
     for (int k = 0; k < 4; ++k) ASSERT_EQ(float_bits(decoded[k]), float_bits(rounded[k])) << x[0];
     ASSERT_EQ(largest_magnitude(x), float_bits(448.0f));
   }
+}
+
+template <int kMantissa>
+void expect_same_minis() {
+  for (uint32_t code = 0; code < 8u << kMantissa; ++code) {
+    float x[4];
+    Mini<kMantissa>::values_of(code | code << 16 | code << 24, x);
+    for (int k : {0, 2, 3})
+      EXPECT_EQ(float_bits(64.0f * x[k]), float_bits(Mini<kMantissa>::value_of(code))) << code;
+    EXPECT_EQ(float_bits(x[1]), 0u);
+  }
+}
+TEST(E4m3, HoldsAllCodesOfE2m1AndE2m3) {
+  expect_same_minis<1>();
+  expect_same_minis<3>();
 }
 
 class Fp8Wire : public ::testing::TestWithParam<Backend>, public WireFixture {
