@@ -85,9 +85,11 @@ struct RoundingBits {
   GW_HD RoundingBits(uint64_t its_seed, uint64_t its_stream, uint64_t element)
       : seed(its_seed), stream(its_stream), near(element >> 32), key(rounding_key(seed, stream, element)) {}
 
+  GW_HD RoundingKey key_of(uint64_t element) const {
+    return element >> 32 == near ? key : rounding_key(seed, stream, element);
+  }
   GW_HD uint32_t word(uint64_t element) const {
-    const RoundingKey its = element >> 32 == near ? key : rounding_key(seed, stream, element);
-    return rounding_word(its, rounding_word_of(element));
+    return rounding_word(key_of(element), rounding_word_of(element));
   }
   GW_HD uint32_t operator()(uint64_t element) const {
     return (word(element) >> rounding_shift_of(element)) & 0xffffu;

@@ -2,6 +2,7 @@
 // and give the same bits on host and device.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -43,6 +44,16 @@ GW_HD float bits_float(uint32_t u) {
   float x;
   memcpy(&x, &u, sizeof x);
   return x;
+}
+
+// Returns byte k of a word less an integer, as a float. Makes the byte the last bits of a float whose unit
+// is 1.
+GW_HD float byte_less(uint32_t word, uint32_t k, int32_t less) {
+#ifdef __CUDA_ARCH__
+  return bits_float(__byte_perm(word, 0x4b000000u, 0x7540u + k)) - static_cast<float>(8388608 + less);
+#else
+  return static_cast<float>(static_cast<int32_t>(word >> (8 * k) & 0xffu) - less);
+#endif
 }
 
 GW_HD bool is_finite(float x) {
@@ -176,6 +187,20 @@ GW_HD float e4m3_to_float(uint32_t code) {
 #endif
 }
 
+// Decodes four codes.
+GW_HD void e4m3x4_to_floats(uint32_t word, float* x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  for (int k = 0; k < 4; k += 2) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(word >> (8 * k))));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x[k]) : "h"(static_cast<uint16_t>(halves)));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x[k + 1]) : "h"(static_cast<uint16_t>(halves >> 16)));
+  }
+#else
+  for (int k = 0; k < 4; ++k) x[k] = e4m3_to_float(word >> (8 * k) & 0xffu);
+#endif
+}
+
 // Returns the code of a finite value without its sign, rounded to nearest, ties to even; saturates.
 GW_HD uint32_t e4m3_magnitude(float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -204,11 +229,35 @@ GW_HD uint8_t float_to_e4m3_stochastic(float value, uint32_t random) {
   return static_cast<uint8_t>(float_to_e4m3<false>(value, static_cast<int32_t>(random & 0xffffu)));
 }
 
+// Returns the codes of four finite values, rounded to nearest, ties to even; saturates. `cvt` does the same:
+// .rn rounds to nearest even, also to E4M3's subnormal numbers, .satfinite sends larger magnitudes to 448,
+// and the sign remains, also of 0. (It would send Inf to 448, and NaN to 0x7f.)
+GW_HD uint32_t floats_to_e4m3x4(const float* x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(x[1]), "f"(x[0]));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(x[3]), "f"(x[2]));
+  return low | static_cast<uint32_t>(high) << 16;
+#else
+  uint32_t word = 0;
+  for (int k = 0; k < 4; ++k) word |= float_to_e4m3<true>(x[k], -1) << (8 * k);
+  return word;
+#endif
+}
+
+// Rounds a value of at most 448 to a value of E4M3 at random, as E4M3::stochastic().
+GW_HD float e4m3_stochastic(float x, uint32_t random) {
+  // Values below the least normal number have its quanta, so they are rounded as a sum with it.
+  const float least = bits_float(E4M3::kMin), base = fabsf(x) < least ? copysignf(least, x) : 0.0f;
+  const uint32_t rounded = float_bits(x + base) + random * (1u << (E4M3::kDropped - 16));
+  const float value = bits_float(rounded & ~((1u << E4M3::kDropped) - 1u)) - base;
+  return copysignf(value, x);
+}
+
 // Returns the scale byte for a block whose largest finite magnitude is `largest`, given as its bits: the
 // least k with largest <= 448 * 2^k = 1.75 * 2^(k + 8).
 GW_HD uint8_t fp8_scale_byte(uint32_t largest_bits) {
-  int32_t exponent = static_cast<int32_t>(largest_bits >> 23);
-  int32_t byte = exponent - 8 + ((largest_bits & 0x7fffffu) > 0x600000u ? 1 : 0);
+  int32_t byte = static_cast<int32_t>((largest_bits + 0x1fffffu) >> 23) - 8;  // rounds 1.75 down
   byte = byte > 246 ? 246 : byte;  // 448 * 2^120 overflows a float: values above 1.75 * 2^127 saturate
   return static_cast<uint8_t>(byte < 1 ? 1 : byte);
 }
@@ -219,10 +268,38 @@ GW_HD float fp8_inverse_scale(uint8_t byte) {
   return bits_float((254u - byte) << 23);
 }
 
+// The largest magnitude of a block that is not clamped, 448 * 2^119, as bits.
+inline constexpr uint32_t kFp8MostBits = 0x7f600000u;
+
 // Returns the magnitude bits of x if it is finite, else 0: the operand of a block's maximum.
 GW_HD uint32_t finite_magnitude_bits(float x) {
   uint32_t magnitude = float_bits(x) & 0x7fffffffu;
   return magnitude < 0x7f800000u ? magnitude : 0u;
+}
+
+// Returns the largest magnitude of some values, as bits; at least 0x7f800000 if a value is NaN or Inf.
+template <int N>
+GW_HD uint32_t largest_magnitude(const float (&x)[N]) {
+  uint32_t largest = float_bits(x[0]) & 0x7fffffffu;
+  for (int k = 1; k < N; ++k) {
+#ifdef __CUDA_ARCH__  // the absolute value is part of the instruction; NaN stays
+    asm("{.reg .f32 y; abs.f32 y, %1; max.NaN.f32 %0, %0, y;}" : "+r"(largest) : "f"(x[k]));
+#else
+    const uint32_t magnitude = float_bits(x[k]) & 0x7fffffffu;
+    largest = magnitude > largest ? magnitude : largest;
+#endif
+  }
+  return largest;
+}
+
+// Returns the smaller of two numbers; NaN if x is NaN.
+GW_HD float at_most(float x, float most) {
+#ifdef __CUDA_ARCH__
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(most));
+  return x;
+#else
+  return x > most ? most : x;
+#endif
 }
 
 // FP32 <-> FP16 (IEEE 754 binary16) by integer arithmetic, the same on host and device and without branches.

@@ -35,20 +35,37 @@ TileShape shape_of(const BlockCoder<F>& coder) {
           .teams = kTeams};
 }
 
-// A thread block's current tile, and its bytes in shared memory. Shape: const TileShape&, a kernel's
-// argument, or TileShape, which the compiler knows.
-template <typename Shape>
-struct Tile {
-  Shape shape;
-  int64_t count;    // values of the whole call
-  bool wide;        // floats are 16-byte aligned
-  uint8_t* memory;  // room for the tile's bytes
+// A thread block's current tile, and its bytes in shared memory.
+template <typename F>
+struct Worker {
+  using Lanes = LanesFor<F>;
+  const TileShape& shape;
+  const BlockCoder<F>& coder;
+  Lanes lanes;
+  int64_t count;         // values of the whole call
+  bool wide;             // floats are 16-byte aligned
+  float *sums, *values;  // sums: of the tile; values: last decoded by the team
+  uint16_t* random;      // the team's random bits
+  uint8_t* memory;       // room for the tile's bytes
   int64_t first_block = 0;
   int blocks = 0;            // number of blocks in the tile
   uint8_t* bytes = nullptr;  // the tile's bytes, in `memory`
 
-  __device__ __forceinline__ Tile(Shape its_shape, int64_t its_count, bool is_wide)
-      : shape(its_shape), count(its_count), wide(is_wide), memory(nullptr) {}
+  __device__ __forceinline__ Worker(const BlockCoder<F>& its_coder, const TileShape& its_shape,
+                                    int64_t its_count, bool is_wide, unsigned char* shared)
+      : shape(its_shape),
+        coder(its_coder),
+        lanes(make_lanes(static_cast<const Lanes*>(nullptr))),
+        count(its_count),
+        wide(is_wide) {
+    const int block = shape.block;
+    sums = reinterpret_cast<float*>(shared);
+    float* const all_values = sums + shape.blocks * block;
+    values = all_values + lanes.team * block;
+    auto* const all_random = reinterpret_cast<uint16_t*>(all_values + shape.teams * block);
+    random = all_random + lanes.team * block;
+    memory = reinterpret_cast<uint8_t*>(all_random + shape.teams * block);
+  }
   // Begins the tile at block `first` of `all`.
   __device__ __forceinline__ void begin_tile(int64_t first, int64_t all) {
     first_block = first;
@@ -84,29 +101,6 @@ struct Tile {
   }
   __device__ __forceinline__ void put(void* wire) const {
     move_bytes(static_cast<uint8_t*>(wire) + first_block * shape.bytes, bytes);
-  }
-};
-
-template <typename F>
-struct Worker : Tile<const TileShape&> {
-  using Lanes = LanesFor<F>;
-  const BlockCoder<F>& coder;
-  Lanes lanes;
-  float *sums, *values;  // sums: of the tile; values: last decoded by the team
-  uint16_t* random;      // the team's random bits
-
-  __device__ __forceinline__ Worker(const BlockCoder<F>& its_coder, const TileShape& its_shape,
-                                    int64_t its_count, bool is_wide, unsigned char* shared)
-      : Tile<const TileShape&>(its_shape, its_count, is_wide),
-        coder(its_coder),
-        lanes(make_lanes(static_cast<const Lanes*>(nullptr))) {
-    const int block = shape.block;
-    sums = reinterpret_cast<float*>(shared);
-    float* const all_values = sums + shape.blocks * block;
-    values = all_values + lanes.team * block;
-    auto* const all_random = reinterpret_cast<uint16_t*>(all_values + shape.teams * block);
-    random = all_random + lanes.team * block;
-    memory = reinterpret_cast<uint8_t*>(all_random + shape.teams * block);
   }
   // Calls body(width, i) so that each call covers `width` adjacent values of the block. The two widths have
   // separate loops; in one loop the compiler merges them into scalar stores.
@@ -161,15 +155,8 @@ __device__ __forceinline__ void finish(const Worker<F>& w, const ReduceEncode& a
     load<W>(w.sums + block * w.shape.block + i, s);
     load<W>(sent == nullptr ? w.sums + block * w.shape.block + i : sent + i, x);
     if (a.residual != nullptr) {
-      const bool far = w.coder.far();
-      const float unit = residual_unit(a);
-      float left[W];
-#pragma unroll
-      for (int k = 0; k < W; ++k) {
-        left[k] = sent == nullptr ? 0.0f
-                  : far           ? rest_of<true>(s[k], x[k], unit)
-                                  : rest_of<false>(s[k], x[k], unit);
-      }
+      float left[W] = {};
+      if (sent != nullptr) to_residuals(s, x, residual_unit(a), w.coder.far(), left);
       store_wide<W>(a.residual + element, left);
     }
     if (a.out != nullptr) {

@@ -201,9 +201,7 @@ struct BlockCoder {
     Values values = s;
     if constexpr (kMayMask) {
       if (masks()) {
-        const uint32_t largest =
-            lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(s[i]) & 0x7fffffffu; });
-        if (largest >= 0x7f800000u) return put_mask(lanes, s, to);
+        if (largest_bits(lanes, s, count) >= 0x7f800000u) return put_mask(lanes, s, to);
       }
       if (rotates()) {
         rotate_block(lanes, s, n, scratch);
@@ -240,7 +238,7 @@ struct BlockCoder {
   GW_HD void decode(const Lanes& lanes, const From& from, int count, Values values) const {
     const int n = block();
     if constexpr (kMayMask) {
-      if (masks() && is_mask(from)) {
+      if (masks() && is_mask(lanes, from)) {
         return each_rarely(lanes, count, [=](auto i) GW_HD_LAMBDA {
           values[i] = ((from[i / 8] >> (i % 8)) & 1) != 0 ? bits_float(0x7fc00000u) : 0.0f;
         });
@@ -286,9 +284,10 @@ struct BlockCoder {
       put_float(scale, bits_float(0x7fc00000u));
     }
   }
-  GW_HD bool is_mask(const uint8_t* from) const {
+  template <typename Lanes>
+  GW_HD bool is_mask(const Lanes& lanes, const uint8_t* from) const {
     const uint8_t* const scale = from + bytes() - format.scale_bytes();
-    return format.scale_bytes() == 1 ? *scale == 0xff : !is_finite(get_float(scale));
+    return format.scale_bytes() == 1 ? *scale == 0xff : !is_finite(get_float(lanes, scale));
   }
 };
 

@@ -7,6 +7,7 @@
 
 #include "kernels/math/small_float.h"
 #include "kernels/wire/block.h"
+#include "kernels/wire/topk.h"
 #include "runtime/device/launch.cuh"
 
 namespace gradwire::cuda {
@@ -14,6 +15,23 @@ namespace {  // internal to each file: the shim finds only the shared variables 
 
 constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
+
+// Computes the residuals of sums s that are sent as `sent`, as rest_of(). A sum tests for values that are not
+// finite, which are rare.
+template <int W>
+__device__ __forceinline__ void to_residuals(const float* s, const float* sent, float unit, bool far,
+                                             float (&left)[W]) {
+  float none = 0.0f;
+#pragma unroll
+  for (int k = 0; k < W; ++k) {
+    left[k] = (s[k] - sent[k]) * unit;
+    none = fmaf(left[k], 0.0f, none);
+  }
+  if (none == 0.0f) return;
+#pragma unroll
+  for (int k = 0; k < W; ++k)
+    left[k] = far ? rest_of<true>(s[k], sent[k], unit) : rest_of<false>(s[k], sent[k], unit);
+}
 
 // Applies the levels h = n/2, n/4, ..., 1 of a butterfly.
 template <typename Lanes>
@@ -96,7 +114,7 @@ struct WarpLanes {
 };
 
 // A thread block per block, for formats with long blocks. `warps` is in shared memory: 2 * kBlockWarps words
-// of these functions, and kTable words of the format.
+// of these functions, kTable words of the format, and pick_largest()'s last threshold.
 struct ThreadBlockLanes {
   static constexpr int kTeams = 1, kSize = kBlockThreads, kTable = 64;
   uint32_t* warps;
@@ -176,7 +194,8 @@ struct ThreadBlockLanes {
   }
 
   // Does the same as pick_largest() of topk.h. Each thread holds up to 16 neighboring keys in registers,
-  // so that a step of the search takes one barrier, and the selection two scans.
+  // so that a step of the search takes one barrier, and the selection two scans. The search begins at the
+  // threshold of the block before, and guesses by the number of keys found; after some steps it bisects.
   template <typename Key>
   __device__ __forceinline__ void pick_largest(int n, int k, const Key& key, float* places) const {
     constexpr int kMax = 4096 / kBlockThreads;
@@ -184,13 +203,21 @@ struct ThreadBlockLanes {
     uint32_t keys[kMax];
 #pragma unroll
     for (int j = 0; j < kMax; ++j) keys[j] = j < each && first + j < n ? key(first + j) : 0u;
+    uint32_t& last = warps[2 * kBlockWarps + kTable];
     uint32_t least = 0, turn = 0;  // at the end, at most the k-th largest, and more than the next smaller key
+    uint32_t above = 1u << 31, tried = last;
+    const float wanted = __logf(static_cast<float>(k));
 #pragma unroll 1
-    for (int bit = 30, reach = 0; bit >= 0 && reach != k; --bit) {
-      const uint32_t tried = least | (1u << bit);
+    for (int reach = 0, step = 0; above - least > 1 && reach != k; ++step) {
       reach = total(number(keys, [=](uint32_t x) { return x >= tried; }), ++turn % 2);
-      if (reach >= k) least = tried;
+      (reach >= k ? least : above) = tried;
+      // The tail of a normal distribution is about this steep. Later steps are longer.
+      const float by = 3e6f * fabsf(__logf(static_cast<float>(reach) + 0.5f) - wanted);
+      const uint32_t half = (above - least) / 2, guess = (static_cast<uint32_t>(by) + 1u) << (step & 7);
+      const uint32_t move = guess < half && step < 8 ? guess : half;
+      tried = reach >= k ? least + move : above - move;
     }
+    if (lane == 0) last = least > 0 ? least : 1u;  // read after barriers
     const int equal = k - total(number(keys, [=](uint32_t x) { return x > least; }), ++turn % 2);
     uint32_t equals = 0, taken = 0;
 #pragma unroll
@@ -252,7 +279,10 @@ __device__ __forceinline__ WarpLanes make_lanes(const WarpLanes*) {
   return {};
 }
 __device__ __forceinline__ ThreadBlockLanes make_lanes(const ThreadBlockLanes*) {
-  __shared__ uint32_t warps[2 * kBlockWarps + ThreadBlockLanes::kTable];
+  constexpr int kLast = 2 * kBlockWarps + ThreadBlockLanes::kTable;
+  __shared__ uint32_t warps[kLast + 1];
+  if (threadIdx.x == 0) warps[kLast] = 0x3f800000u;
+  __syncthreads();
   return {warps};
 }
 

@@ -21,55 +21,131 @@ constexpr int register_block() {
   }
 }
 
-// A tile of two blocks per team, or one if blocks are long. In dynamic shared memory: float
-// terms[teams][block]; the bytes of an input; the bytes of the result.
+// Copies 16 bytes to shared memory; visible after wait_for_copies() and a barrier.
+__device__ __forceinline__ void copy_16(uint8_t* to, const uint8_t* from) {
+#ifdef __CUDA_ARCH__
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+#else
+  *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+#endif
+}
+__device__ __forceinline__ void wait_for_copies() {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// Keeps nvcc from computing x again for each use.
+template <typename T>
+__device__ __forceinline__ T held(T x) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(x));
+  if constexpr (sizeof(T) == 4) asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+// The same for a pointer to shared memory, which stays one.
+__device__ __forceinline__ uint8_t* held_shared(uint8_t* p) {
+#ifdef __CUDA_ARCH__
+  p = static_cast<uint8_t*>(
+      __cvta_shared_to_generic(held(static_cast<uint32_t>(__cvta_generic_to_shared(p)))));
+#endif
+  return p;
+}
+
+// A tile of two blocks per team, or one if blocks are long: a multiple of 16 bytes. In dynamic shared memory:
+// float terms[teams][block]; the bytes of the result; the bytes of kStaged inputs.
 template <typename F>
-struct RegisterWorker : Tile<TileShape> {
+struct RegisterWorker {
   static constexpr int kBlock = register_block<F>(), kBlocks = kBlock > 256 ? 1 : 2;
   using Lanes = RegisterLanes<kBlock>;
   static constexpr int kTeams = Lanes::kTeams, kHeld = Lanes::kHeld;
   static constexpr int kMinBlocks = F::kRotation == Rotation::always ? 2
                                     : kHeld > 4                      ? 3
                                                                      : 4;  // per multiprocessor
+  // Inputs in shared memory at a time, and 16-byte pieces of an input that a thread copies: at most.
+  static constexpr int kStaged = 4,
+                       kPieces = (kBlocks * kTeams * (kBlock + 4) - 1) / (16 * kBlockThreads) + 1;
+  TileShape shape;
+  int64_t count;  // values of the whole call
+  bool wide;      // floats are 16-byte aligned
   BlockCoder<F, true> coder;
   Lanes lanes;
-  uint8_t* room;             // for the result's bytes
-  uint8_t* coded = nullptr;  // the result's bytes of the tile, in `room`
-  bool fast = false;         // the tile has only whole blocks, at 16-byte boundaries
+  uint8_t *coded, *staged;              // the result's bytes of the tile, and those of inputs
+  const uint8_t* mine;                  // the first input's bytes of the team's first block
+  int skew;                             // of `mine`, from a 4-byte boundary
+  int64_t first_block = 0, offset = 0;  // the tile's first block, and where it begins on the wire
+  int blocks = 0, tile_bytes = 0;       // number of blocks in the tile, and of their bytes
+  bool fast = false;                    // the tile has only whole blocks, at 16-byte boundaries
 
   template <typename Coder>
   __host__ __device__ static TileShape shape_of(const Coder& coder) {
     return {.blocks = kBlocks * kTeams, .block = kBlock, .bytes = coder.bytes(), .teams = kTeams};
   }
   __host__ __device__ static int terms_bytes() { return kTeams * kBlock * 4; }
-  // Returns the room for a tile's bytes at any offset from a 16-byte boundary, and for reading beyond its
-  // end.
+  // Returns the room for a tile's bytes, and for reading beyond its end.
   __host__ __device__ static int room_bytes(const TileShape& shape) {
-    return (shape.blocks * shape.bytes + 15 + 4 + 15) / 16 * 16;
+    return shape.blocks * shape.bytes + 16;
   }
   static size_t shared_bytes(const TileShape& shape) {
-    return static_cast<size_t>(terms_bytes() + 2 * room_bytes(shape));
+    return static_cast<size_t>(terms_bytes() + (1 + kStaged) * room_bytes(shape));
   }
 
   __device__ __forceinline__ RegisterWorker(const BlockCoder<F>& its_coder, int64_t its_count, bool is_wide,
                                             unsigned char* shared)
-      : Tile<TileShape>({}, its_count, is_wide), coder{its_coder.format} {
+      : count(its_count), wide(is_wide), coder{its_coder.format} {
     if constexpr (requires { coder.format.size; }) coder.format.size = kBlock;  // known to the compiler
     shape = shape_of(coder);
     const unsigned thread = threadIdx.x, group = Lanes::kGroup;
     lanes = {static_cast<int>(thread % group), static_cast<int>(thread / group),
              reinterpret_cast<float*>(shared)};
     lanes.terms += lanes.team * kBlock;
-    memory = shared + terms_bytes();
-    room = memory + room_bytes(shape);
+    if constexpr (F::kRotation == Rotation::always) lanes.signs = held(lanes.all_signs());
+    coded = shared + terms_bytes();
+    staged = coded + room_bytes(shape);
+    mine = held_shared(staged + lanes.team * shape.bytes);
+    skew = held(lanes.team * shape.bytes % 4);
+    staged = held_shared(staged);
   }
+  // Begins the tile at block `first` of `all`.
   __device__ __forceinline__ void begin(int64_t first, int64_t all) {
-    begin_tile(first, all);
-    coded = room + (bytes - memory);
+    first_block = first;
+    blocks = all - first < shape.blocks ? static_cast<int>(all - first) : shape.blocks;
     fast = wide && count - first * kBlock >= shape.blocks * kBlock;
+    offset = held(first * shape.bytes);
+    tile_bytes = held(blocks * shape.bytes);
+  }
+  // Copies the tile's bytes of inputs [0, n) to `staged`; called by all threads of the block.
+  template <typename Input>
+  __device__ __forceinline__ void stage(int n, const Input& input) const {
+    const int thread = static_cast<int>(threadIdx.x), whole = tile_bytes & ~15;
+    __syncthreads();  // the earlier bytes are no longer in use
+    uint8_t* to = staged;
+#pragma unroll 1
+    for (int j = 0; j < n; ++j, to += room_bytes(shape)) {
+      const auto* const from = static_cast<const uint8_t*>(input(j)) + offset;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const int at = 16 * (thread + i * kBlockThreads);
+        if (at < whole) copy_16(to + at, from + at);
+      }
+      if (whole != tile_bytes && whole + thread < tile_bytes) to[whole + thread] = from[whole + thread];
+    }
+    wait_for_copies();
+    __syncthreads();
   }
   __device__ __forceinline__ void put(void* wire) const {
-    move_bytes(static_cast<uint8_t*>(wire) + first_block * shape.bytes, coded);
+    const int thread = static_cast<int>(threadIdx.x), whole = tile_bytes & ~15;
+    uint8_t* const to = static_cast<uint8_t*>(wire) + offset;
+    __syncthreads();  // all threads have written the bytes
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int at = 16 * (thread + i * kBlockThreads);
+      if (at < whole) *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(coded + at);
+    }
+    if (whole != tile_bytes && whole + thread < tile_bytes) to[whole + thread] = coded[whole + thread];
+    __syncthreads();
   }
 
   // Calls body(b, block) for the team's blocks of the tile.
@@ -131,13 +207,14 @@ struct RegisterWorker : Tile<TileShape> {
 #pragma unroll 1
     for (int i = lanes.lane; i < valid; i += Lanes::kGroup) mine[i] = lanes.terms[i];
   }
-  // Calls body(b, block, values) for the team's blocks of the encoding at `from`.
+  // Calls body(b, block, values) for the team's blocks of a staged input, of which the first is at `from`.
   template <typename Body>
   __device__ __forceinline__ void each_decoded(const uint8_t* from, const Body& body) const {
-    const RegisterLanes<kBlock, true> reading{lanes.lane, lanes.team, lanes.terms};
+    static_assert(kTeams % 4 == 0);  // so that all blocks have one skew
+    const RegisterLanes<kBlock, true> reading{lanes.lane, lanes.team, lanes.terms, skew, lanes.signs};
     each_block([&](int b, int block) {
       float x[kHeld];
-      coder.decode(reading, from + block * shape.bytes, kBlock, HeldValues{x});
+      coder.decode(reading, from + b * kTeams * shape.bytes, kBlock, HeldValues{x});
       body(b, block, x);
     });
   }
@@ -173,11 +250,8 @@ __device__ __forceinline__ void finish_held(const RegisterWorker<F>& w, const Re
   constexpr int kHeld = RegisterWorker<F>::kHeld;
   constexpr bool kFar = F::kMasks || F::kRotation == Rotation::always;
   if (a.residual != nullptr) {
-    const float unit = residual_unit(a);
-    float left[kHeld];
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k)
-      left[k] = a.wire != nullptr ? rest_of<kFar>(sums[k], sent[k], unit) : 0.0f;
+    float left[kHeld] = {};
+    if (a.wire != nullptr) to_residuals<kHeld>(sums, sent, residual_unit(a), kFar, left);
     w.store_block(a.residual, block, left);
   }
   if (a.out != nullptr) {
@@ -235,15 +309,18 @@ __device__ __forceinline__ void reduce_encode_registers(RegisterWorker<F>& w, co
     float sums[kBlocks][kHeld];  // -0 is the additive identity, also for -0
 #pragma unroll
     for (int k = 0; k < kBlocks * kHeld; ++k) sums[k / kHeld][k % kHeld] = -0.0f;
+    const uint8_t* from = w.mine;
 #pragma unroll 1
-    for (int term = 0; term <= a.num_inputs; ++term) {
-      if (term == a.own_position) {
-        add_own_held(w, a, sums);
-        continue;
+    for (int input = 0, left = 0;; ++input, --left, from += w.room_bytes(w.shape)) {
+      if (input == a.own_position) add_own_held(w, a, sums);
+      if (input >= a.num_inputs) break;
+      if (left == 0) {
+        left = a.num_inputs - input < w.kStaged ? a.num_inputs - input : w.kStaged;
+        w.stage(left, [&](int j) { return a.inputs[input + j]; });
+        from = w.mine;
       }
-      const int input = term < a.own_position ? term : term - 1;
       const float scale = a.input_scale(input);
-      w.each_decoded(w.fetch(a.inputs[input]), [&](int b, int, const float* x) {
+      w.each_decoded(from, [&](int b, int, const float* x) {
 #pragma unroll
         for (int k = 0; k < kHeld; ++k) sums[b][k] = fmaf(scale, x[k], sums[b][k]);
       });
@@ -271,7 +348,8 @@ __device__ __forceinline__ void decode_registers(RegisterWorker<F>& w, const Dec
   const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
   for (int64_t tile = int64_t{blockIdx.x} * w.shape.blocks; tile < all; tile += stride) {
     w.begin(tile, all);
-    w.each_decoded(w.fetch(a.wire), [&](int, int block, float* x) {
+    w.stage(1, [&](int) { return a.wire; });
+    w.each_decoded(w.mine, [&](int, int block, float* x) {
       constexpr int kHeld = RegisterWorker<F>::kHeld;
       float none = 0.0f;
 #pragma unroll

@@ -79,6 +79,29 @@ GW_HD void with_draws(const Random& random, const Body& body) {
   }
 }
 
+// Decodes n packed codes to values. Lanes may convert the codes four at a time: `four(codes, x)` decodes the
+// four bytes of a word. Otherwise calls one(code) for each of the first `count` values.
+template <int kBits, typename Lanes, typename Values, typename Four, typename One>
+GW_HD void decode_codes(const Lanes& lanes, const uint8_t* bytes, int n, int count, Values values,
+                        const Four& four, const One& one) {
+  if constexpr (requires { lanes.template unpack_fours<kBits>(bytes, values, four); }) {
+    lanes.template unpack_fours<kBits>(bytes, values, four);
+  } else {
+    unpack_codes<kBits>(lanes, bytes, n, count,
+                        [=](auto i, uint32_t code) GW_HD_LAMBDA { values[i] = one(code); });
+  }
+}
+
+// Returns the largest magnitude of a block's values, as bits; at least 0x7f800000 if a value is not finite.
+template <typename Lanes, typename Values>
+GW_HD uint32_t largest_bits(const Lanes& lanes, Values values, int count) {
+  if constexpr (requires { lanes.largest(values); }) {
+    return lanes.largest(values);
+  } else {
+    return lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+  }
+}
+
 // Sink that ignores decoded values.
 struct NoSink {
   template <bool kFinite, typename Index>
@@ -92,8 +115,7 @@ struct Largest {
   bool finite;
   template <typename Lanes, typename Values>
   GW_HD Largest(const Lanes& lanes, Values values, int count)
-      : bits(lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; })),
-        finite(bits < 0x7f800000u) {
+      : bits(largest_bits(lanes, values, count)), finite(bits < 0x7f800000u) {
     if (!finite)
       bits = lanes.max(count, [=](auto i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); });
   }
@@ -145,6 +167,24 @@ GW_HD float get_float(const uint8_t* from) {
   uint32_t bits = 0;
   for (int k = 0; k < 4; ++k) bits |= static_cast<uint32_t>(from[k]) << (8 * k);
   return bits_float(bits);
+}
+
+template <typename Lanes>
+GW_HD float get_float(const Lanes& lanes, const uint8_t* from) {
+  if constexpr (requires { lanes.word_at(from); }) {
+    return bits_float(lanes.word_at(from));
+  } else {
+    return get_float(from);
+  }
+}
+
+template <typename Lanes>
+GW_HD uint8_t get_byte(const Lanes& lanes, const uint8_t* from) {
+  if constexpr (requires { lanes.word_at(from); }) {
+    return static_cast<uint8_t>(lanes.word_at(from));
+  } else {
+    return *from;
+  }
 }
 
 // Returns the exponent + 127 of a power of two near a magnitude. Squares relative to this power neither

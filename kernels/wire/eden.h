@@ -15,7 +15,7 @@ namespace gradwire {
 // Calls f(l0, b0, l1, b1, l2, ...): the positive levels of the Lloyd-Max quantizer of 2^kBits levels for a
 // normal variable, ascending, and the boundaries between them.
 template <int kBits, typename F>
-GW_HD auto with_lloyd_max(const F& f) {
+GW_HD constexpr auto with_lloyd_max(const F& f) {
   if constexpr (kBits == 1) {
     return f(0.7978846f);
   } else if constexpr (kBits == 2) {
@@ -55,6 +55,32 @@ struct LevelOfCode {
   template <typename... Rest>
   GW_HD float operator()(float level, float, float next, Rest... rest) const {
     return LevelOfCode{code, before + 1.0f}(code > before ? next : level, rest...);
+  }
+};
+
+// Tables of 32 entries for lanes that look up the level of a magnitude x without comparing all boundaries.
+// Bin rint(x * kPer) holds at most one boundary, and has `before` boundaries below it. The last bin is NaN's.
+template <int kBits>
+struct LevelBins {
+  static constexpr float kPer = kBits == 5 ? 8.0f : 4.0f;
+  float boundary[32] = {};
+  uint32_t before[32] = {};
+  float level[32] = {};  // by code, with its sign
+  constexpr LevelBins() {
+    with_lloyd_max<kBits>([this](auto... x) {
+      const float all[] = {x...};
+      for (int i = 0; i < 32; ++i) {
+        boundary[i] = 100.0f;
+        for (size_t b = 1; b < sizeof...(x) && i < 31; b += 2) {
+          const float at = all[b] * kPer - static_cast<float>(i);
+          if (at < -0.5f) ++before[i];
+          if (at >= -0.5f && at < 0.5f) boundary[i] = all[b];
+        }
+        const float magnitude = all[static_cast<size_t>(i) * 2 % (sizeof...(x) + 1)];
+        level[i] = (i >> (kBits - 1) & 1) != 0 ? -magnitude : magnitude;
+      }
+      return 0;
+    });
   }
 };
 
@@ -99,8 +125,7 @@ struct Eden {
   template <int kBits, typename Lanes, typename Values>
   GW_HD void encode_bits(const Lanes& lanes, Values values, int count, uint8_t* to) const {
     constexpr uint32_t kSign = 1u << (kBits - 1);
-    const uint32_t largest =
-        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+    const uint32_t largest = largest_bits(lanes, values, count);
     const uint8_t near = near_exponent(largest);
     const float down = fp8_inverse_scale(near);
     const float squares = lanes.sum(count, [=](auto i) GW_HD_LAMBDA {
@@ -109,6 +134,31 @@ struct Eden {
     });
     const float deviation = sqrtf(squares / static_cast<float>(count));
     const float per = deviation > 0.0f ? down / deviation : 0.0f;
+    if constexpr (requires { Lanes::kLooksUp; }) {
+      // A lane holds an entry of each table, and the codes of its values.
+      static constexpr LevelBins<kBits> kBins;
+      const float boundary = kBins.boundary[lanes.lane], level_here = kBins.level[lanes.lane];
+      const uint32_t before = kBins.before[lanes.lane];
+      uint32_t fours[Lanes::kHeld / 4] = {};
+      lanes.each(count, [&](auto i) GW_HD_LAMBDA {
+        const uint32_t bits_of = float_bits(values[i]);
+        const float x = at_most(bits_float(bits_of & 0x7fffffffu) * per, 30.0f / LevelBins<kBits>::kPer);
+        const uint32_t bin = float_bits(fmaf(x, LevelBins<kBits>::kPer, 8388608.0f));
+        const uint32_t code = lanes.look_up(before, bin) + (x > lanes.look_up(boundary, bin) ? 1u : 0u);
+        fours[i.k / 4] |= (code | (bits_of >> 31) * kSign) << (8 * (i.k % 4));
+      });
+      const auto level_of = [&](auto i) GW_HD_LAMBDA {
+        return lanes.look_up(level_here, fours[i.k / 4] >> (8 * (i.k % 4)));
+      };
+      const float dot = lanes.sum(count, [&](auto i) GW_HD_LAMBDA { return values[i] * down * level_of(i); });
+      const float levels = lanes.sum(count, [&](auto i) GW_HD_LAMBDA {
+        const float level = level_of(i);
+        return level * level;
+      });
+      const float scale = dot / levels * fp8_scale(near), most = 0x1p126f;
+      put_float(to + size * kBits / 8, scale > most ? most : scale);
+      return lanes.template pack_fours<kBits>(fours, to);
+    }
     const auto level_of = [=](auto i) GW_HD_LAMBDA {
       const float magnitude = bits_float(float_bits(values[i]) & 0x7fffffffu);
       return with_lloyd_max<kBits>(LevelOfMagnitude{unknown(magnitude * per)});
@@ -132,7 +182,14 @@ struct Eden {
   template <int kBits, typename Lanes, typename Values>
   GW_HD void decode_bits(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     constexpr uint32_t kSign = 1u << (kBits - 1);
-    const float scale = get_float(from + size * kBits / 8);
+    const float scale = get_float(lanes, from + size * kBits / 8);
+    if constexpr (requires { Lanes::kLooksUp; }) {
+      static constexpr LevelBins<kBits> kBins;
+      const float here = scale * kBins.level[lanes.lane];
+      return lanes.template unpack_fours<kBits>(from, values, [=](uint32_t codes, float* x) GW_HD_LAMBDA {
+        for (int k = 0; k < 4; ++k) x[k] = lanes.look_up(here, codes >> (8 * k));
+      });
+    }
     unpack_codes<kBits>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
       const float x = scale * with_lloyd_max<kBits>(LevelOfCode{static_cast<float>(code & (kSign - 1u))});
       values[i] = (code & kSign) != 0 ? -x : x;

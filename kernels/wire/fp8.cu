@@ -10,6 +10,7 @@
 
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/random.h"
+#include "kernels/wire/block_lanes.cuh"
 
 namespace gradwire::cuda {
 namespace {
@@ -25,9 +26,11 @@ struct Lane {
   int valid;      // number of the lane's values that exist, 0..4
 };
 
+template <bool kWhole>
 __device__ __forceinline__ Lane lane_of(int64_t block, int64_t count) {
-  int64_t begin = block * kFp8Block + static_cast<int64_t>(threadIdx.x % 32) * kPerLane;
-  int64_t left = count - begin;
+  const int64_t begin = block * kFp8Block + static_cast<int64_t>(threadIdx.x % 32) * kPerLane;
+  const int64_t left = count - begin;
+  if constexpr (kWhole) return {begin, kPerLane};
   return {begin, left >= kPerLane ? kPerLane : (left > 0 ? static_cast<int>(left) : 0)};
 }
 
@@ -56,20 +59,42 @@ __device__ __forceinline__ void store_floats(float* to, const Lane& lane, const 
   }
 }
 
-// Decodes a lane's values of a block. Encoded arrays are 16-byte aligned and padded to 16 codes, so a lane
-// with any value may read its four codes as one word.
-__device__ __forceinline__ void load_wire(const void* input, int64_t count, int64_t block, const Lane& lane,
-                                          float (&x)[kPerLane]) {
-  const auto* wire = static_cast<const uint8_t*>(input);
-  const float scale = fp8_scale(wire[fp8_scales_offset(count) + block]);
-  const uint32_t word = lane.valid > 0 ? *reinterpret_cast<const uint32_t*>(wire + lane.begin) : 0u;
+// A lane's codes of a block, and the block's scale. Encoded arrays are 16-byte aligned and padded to 16
+// codes, so a lane with any value may read its four codes as one word.
+struct Coded {
+  uint32_t word = 0, scale = 0;
+  __device__ __forceinline__ void load(const void* input, int64_t scale_at, const Lane& lane) {
+    const auto* wire = static_cast<const uint8_t*>(input);
+    scale = wire[scale_at];
+    if (lane.valid > 0) word = *reinterpret_cast<const uint32_t*>(wire + lane.begin);
+  }
+  __device__ __forceinline__ void decode(float (&x)[kPerLane]) const {
+    e4m3x4_to_floats(word, x);
 #pragma unroll
-  for (int k = 0; k < kPerLane; ++k) x[k] = scale * e4m3_to_float((word >> (8 * k)) & 0xffu);
+    for (int k = 0; k < kPerLane; ++k) x[k] = fp8_scale(static_cast<uint8_t>(scale)) * x[k];
+  }
+};
+
+// Adds inputs [first, first + kAtOnce) to s. The barrier keeps ptxas from waiting for the first word before
+// the other loads, to save registers.
+template <int kAtOnce>
+__device__ __forceinline__ void add_inputs(const ReduceEncode& a, int first, int64_t scale_at,
+                                           const Lane& lane, float (&s)[kPerLane]) {
+  Coded coded[kAtOnce];
+#pragma unroll
+  for (int j = 0; j < kAtOnce; ++j) coded[j].load(a.inputs[first + j], scale_at, lane);
+  if constexpr (kAtOnce > 1) __syncwarp();
+#pragma unroll
+  for (int j = 0; j < kAtOnce; ++j) {
+    float x[kPerLane];
+    coded[j].decode(x);
+    add<kPerLane>(a.input_scale(first + j), x, s);
+  }
 }
 
 // Sums a lane's values as in format.h.
 template <bool kWhole>
-__device__ __forceinline__ void sum_block(const ReduceEncode& a, int64_t block, const Lane& lane,
+__device__ __forceinline__ void sum_block(const ReduceEncode& a, int64_t scale_at, const Lane& lane,
                                           float (&s)[kPerLane]) {
   float own[kPerLane];
   load_floats<kWhole>(a.own, lane, own);
@@ -80,64 +105,105 @@ __device__ __forceinline__ void sum_block(const ReduceEncode& a, int64_t block, 
   }
 #pragma unroll
   for (int k = 0; k < kPerLane; ++k) s[k] = -0.0f;  // the additive identity, also for -0
+  int input = 0, end = a.own_position;
 #pragma unroll 1
-  for (int input = 0; input < a.num_inputs; ++input) {
-    float x[kPerLane];
-    load_wire(a.inputs[input], a.count, block, lane, x);
-    if (input == a.own_position) add<kPerLane>(a.own_scale, own, s);
-    add<kPerLane>(a.input_scale(input), x, s);
+  for (bool added = false;; added = true, end = a.num_inputs) {  // inputs before `own`, then after it
+#pragma unroll 1
+    while (input < end) {
+      if (input + 4 <= end) {
+        add_inputs<4>(a, input, scale_at, lane, s), input += 4;
+      } else if (input + 2 <= end) {
+        add_inputs<2>(a, input, scale_at, lane, s), input += 2;
+      } else {
+        add_inputs<1>(a, input++, scale_at, lane, s);
+      }
+    }
+    if (!added) add<kPerLane>(a.own_scale, own, s);
+    if (input == a.num_inputs) return;
   }
-  if (a.own_position == a.num_inputs) add<kPerLane>(a.own_scale, own, s);
+}
+
+// Returns 16 random bits for each of four elements, packed. A word of random bits serves elements i and
+// i + 8, which lanes l and l ^ 2 hold where blocks begin at multiples of 16: each computes two of their four
+// words.
+__device__ __forceinline__ uint2 random_of(const ReduceEncode& a, const RoundingBits& random, int64_t begin) {
+  const auto first = static_cast<uint64_t>(a.rounding.first_element + begin);
+  if (a.rounding.first_element % 16 != 0) {
+    return make_uint2(random(first) | random(first + 1) << 16, random(first + 2) | random(first + 3) << 16);
+  }
+  const bool upper = (threadIdx.x & 2u) != 0;  // this lane's elements take the upper halves
+  const RoundingKey key = random.key_of(first);
+  const uint32_t mine = rounding_word_of(first) + (upper ? 2u : 0u);
+  const uint32_t one = rounding_word(key, mine), two = rounding_word(key, mine + 1u);
+  const uint32_t low = __byte_perm(one, two, 0x5410u), high = __byte_perm(one, two, 0x7632u);
+  const uint32_t kept = upper ? high : low;
+  const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? low : high, 2);
+  return upper ? make_uint2(other, kept) : make_uint2(kept, other);
+}
+
+// Encodes a lane's sums, which are 0 where a value does not exist. Returns the codes and the block's scale.
+template <Coding kCoding>
+__device__ __forceinline__ Coded encode_lane(const ReduceEncode& a, const Lane& lane,
+                                             const RoundingBits& draws, const float (&s)[kPerLane]) {
+  uint32_t largest = __reduce_max_sync(0xffffffffu, largest_magnitude(s));
+  const bool usual = largest <= kFp8MostBits;  // no value is clamped, and none is NaN or Inf
+  if (!usual) {
+    largest = 0;
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) largest = max(largest, finite_magnitude_bits(s[k]));
+    largest = __reduce_max_sync(0xffffffffu, largest);
+  }
+  const uint8_t scale = fp8_scale_byte(largest);
+  float x[kPerLane];
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) x[k] = s[k] * fp8_inverse_scale(scale);
+  uint32_t none = 0;  // the codes of values that are not finite, without signs
+  if (!usual) {
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      none |= is_finite(x[k]) ? 0u : 0x7fu << (8 * k);
+      x[k] = is_finite(x[k]) ? within(x[k], E4M3::most()) : bits_float(float_bits(x[k]) & 0x80000000u);
+    }
+  }
+  if constexpr (kCoding == Coding::stochastic) {
+    const uint2 random = random_of(a, draws, lane.begin);
+    x[0] = e4m3_stochastic(x[0], random.x & 0xffffu);
+    x[1] = e4m3_stochastic(x[1], random.x >> 16);
+    x[2] = e4m3_stochastic(x[2], random.y & 0xffffu);
+    x[3] = e4m3_stochastic(x[3], random.y >> 16);
+  }
+  return {floats_to_e4m3x4(x) | none, scale};
 }
 
 template <Coding kCoding, bool kWhole>
-__device__ __forceinline__ void reduce_encode_block(const ReduceEncode& a, int64_t block, uint64_t step) {
-  const Lane lane = lane_of(block, a.count);
+__device__ __forceinline__ void reduce_encode_block(const ReduceEncode& a, const RoundingBits& draws,
+                                                    int64_t block) {
+  const Lane lane = lane_of<kWhole>(block, a.count);
+  const int64_t scale_at = fp8_scales_offset(a.count) + block;
   float s[kPerLane], sent[kPerLane], left[kPerLane];
-  sum_block<kWhole>(a, block, lane, s);
+  sum_block<kWhole>(a, scale_at, lane, s);
   if constexpr (kCoding == Coding::none) {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) sent[k] = s[k], left[k] = 0.0f;
   } else {
-    uint32_t largest = 0;
+    if constexpr (!kWhole) {  // the wire's padding is undefined
 #pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      const uint32_t bits = k < lane.valid ? finite_magnitude_bits(s[k]) : 0u;
-      largest = bits > largest ? bits : largest;
+      for (int k = 0; k < kPerLane; ++k) s[k] = k < lane.valid ? s[k] : 0.0f;
     }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, largest, offset);
-      largest = other > largest ? other : largest;
-    }
+    const Coded coded = encode_lane<kCoding>(a, lane, draws, s);
     auto* const wire = static_cast<uint8_t*>(a.wire);
-    const uint8_t scale = fp8_scale_byte(largest);
-    if (threadIdx.x % 32 == 0) wire[fp8_scales_offset(a.count) + block] = scale;
-
-    const auto first = static_cast<uint64_t>(a.rounding.first_element + lane.begin);
-    const RoundingBits random(a.rounding.seed, step, first);
-    uint32_t word = 0;
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      const float scaled = s[k] * fp8_inverse_scale(scale);
-      uint8_t code;
-      if constexpr (kCoding == Coding::nearest) {
-        code = float_to_e4m3_nearest(scaled);
-      } else {
-        code = float_to_e4m3_stochastic(scaled, random(first + k));
-      }
-      word |= static_cast<uint32_t>(code) << (8 * k);
-      sent[k] = fp8_scale(scale) * e4m3_to_float(code);
-      left[k] = to_residual(s[k] - sent[k], residual_unit(a));
-    }
+    if (threadIdx.x % 32 == 0) wire[scale_at] = static_cast<uint8_t>(coded.scale);
     if (kWhole || lane.valid == kPerLane) {
-      *reinterpret_cast<uint32_t*>(wire + lane.begin) = word;
+      *reinterpret_cast<uint32_t*>(wire + lane.begin) = coded.word;
     } else {
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
-        if (k < lane.valid) wire[lane.begin + k] = static_cast<uint8_t>(word >> (8 * k));
+        if (k < lane.valid) wire[lane.begin + k] = static_cast<uint8_t>(coded.word >> (8 * k));
       }
     }
+    if (a.residual == nullptr && a.out == nullptr) return;
+    coded.decode(sent);
+    to_residuals(s, sent, residual_unit(a), false, left);
   }
   if (a.residual != nullptr) store_floats<kWhole>(a.residual, lane, left);
   if (a.out != nullptr) {
@@ -158,10 +224,12 @@ __device__ __forceinline__ void for_each_block(int64_t count, bool wide, const B
 }
 
 template <Coding kCoding, bool kAligned>
-__global__ void __launch_bounds__(kThreads) fp8_reduce_encode_kernel(const __grid_constant__ ReduceEncode a) {
-  const uint64_t step = step_of(a.rounding);
+__global__ void __launch_bounds__(kThreads, 5)
+    fp8_reduce_encode_kernel(const __grid_constant__ ReduceEncode a) {
+  const RoundingBits draws(a.rounding.seed, kCoding == Coding::stochastic ? step_of(a.rounding) : 0,
+                           static_cast<uint64_t>(a.rounding.first_element));
   for_each_block(a.count, kAligned, [&](auto whole, int64_t block) {
-    reduce_encode_block<kCoding, decltype(whole)::value>(a, block, step);
+    reduce_encode_block<kCoding, decltype(whole)::value>(a, draws, block);
   });
 }
 
@@ -169,9 +237,11 @@ template <bool kAligned>
 __global__ void __launch_bounds__(kThreads) fp8_decode_kernel(const __grid_constant__ Decode a) {
   for_each_block(a.count, kAligned, [&](auto whole, int64_t block) {
     constexpr bool kWhole = decltype(whole)::value;
-    const Lane lane = lane_of(block, a.count);
+    const Lane lane = lane_of<kWhole>(block, a.count);
     float x[kPerLane];
-    load_wire(a.wire, a.count, block, lane, x);
+    Coded coded;
+    coded.load(a.wire, fp8_scales_offset(a.count) + block, lane);
+    coded.decode(x);
     if constexpr (!kWhole) {  // the wire's padding is undefined
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) x[k] = k < lane.valid ? x[k] : 0.0f;

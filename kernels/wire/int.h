@@ -135,10 +135,20 @@ struct Int {
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const uint8_t* const at = from + code_bytes<kBits>(size);
-    const float unit = fp32_scale != 0 ? get_float(at) : fp8_scale(*at);
-    unpack_codes<kBits>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
-      values[i] = value_of(static_cast<int32_t>(code << (32 - kBits)) >> (32 - kBits), unit);
-    });
+    const float unit = fp32_scale != 0 ? get_float(lanes, at) : fp8_scale(get_byte(lanes, at));
+    decode_codes<kBits>(
+        lanes, from, size, count, values,
+        [=](uint32_t codes, float* x) GW_HD_LAMBDA {
+          constexpr uint32_t kEach = 0x01010101u;
+          codes ^= (kMax + 1u) * kEach;  // the codes plus kMax + 1; NaN is 0
+          for (uint32_t k = 0; k < 4; ++k) x[k] = unit * byte_less(codes, k, kMax + 1);
+          if (((codes - kEach) & ~codes & 0x80u * kEach) == 0) return;  // no byte is 0
+          for (int k = 0; k < 4; ++k)
+            x[k] = value_of(static_cast<int32_t>(codes >> (8 * k) & 0xffu) - (kMax + 1), unit);
+        },
+        [=](uint32_t code) GW_HD_LAMBDA {
+          return value_of(static_cast<int32_t>(code << (32 - kBits)) >> (32 - kBits), unit);
+        });
   }
 };
 

@@ -29,6 +29,13 @@ struct Mini {
   GW_HD static float value_of(uint32_t code) {
     return bits_float(float_bits(Magnitude::value(code & (kSign - 1u))) | (code & kSign) << (29 - kMantissa));
   }
+  // Decodes the four bytes of a word, divided by 64: as E4M3, whose exponent has the bias 7 in place of 1.
+  GW_HD static void values_of(uint32_t codes, float* x) {
+    constexpr uint32_t kEach = 0x01010101u;
+    e4m3x4_to_floats((codes << (3 - kMantissa) & ((kSign - 1u) << (3 - kMantissa)) * kEach) |
+                         (codes << (5 - kMantissa) & 0x80u * kEach),
+                     x);
+  }
 };
 
 // Returns the least k, as k + 127, with largest <= most * 2^k, for `most` = (1 + fraction) * 2^exponent. The
@@ -71,8 +78,13 @@ struct MxFp8 {
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const float scale = fp8_scale(from[32]);
-    unpack_codes<8>(lanes, from, 32, count,
-                    [=](auto i, uint32_t code) GW_HD_LAMBDA { values[i] = scale * e4m3_to_float(code); });
+    decode_codes<8>(
+        lanes, from, 32, count, values,
+        [=](uint32_t codes, float* x) GW_HD_LAMBDA {
+          e4m3x4_to_floats(codes, x);
+          for (int k = 0; k < 4; ++k) x[k] *= scale;
+        },
+        [=](uint32_t code) GW_HD_LAMBDA { return scale * e4m3_to_float(code); });
   }
 };
 
@@ -97,8 +109,7 @@ struct MxMini {
 
   template <typename Lanes, typename Values, typename Random>
   GW_HD void encode(const Lanes& lanes, Values values, int count, Random random, uint8_t* to) const {
-    const uint32_t largest =
-        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+    const uint32_t largest = largest_bits(lanes, values, count);
     constexpr float fraction = kMantissa == 1 ? 0.5f : 0.875f;  // 6 = 1.5 * 4, 7.5 = 1.875 * 4
     const uint8_t scale = e8m0_for(largest, 2, fraction);
     const float inverse = fp8_inverse_scale(scale);
@@ -111,9 +122,13 @@ struct MxMini {
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const float scale = fp8_scale(from[kCodes]);
-    unpack_codes<kBits>(lanes, from, 32, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
-      values[i] = scale * Float::value_of(code);
-    });
+    decode_codes<kBits>(
+        lanes, from, 32, count, values,
+        [=](uint32_t codes, float* x) GW_HD_LAMBDA {
+          Float::values_of(codes, x);
+          for (int k = 0; k < 4; ++k) x[k] = scale * (64.0f * x[k]);
+        },
+        [=](uint32_t code) GW_HD_LAMBDA { return scale * Float::value_of(code); });
   }
 };
 using MxFp6 = MxMini<3>;
@@ -139,8 +154,7 @@ struct NvFp4 {
 
   template <typename Lanes, typename Values, typename Random>
   GW_HD void encode(const Lanes& lanes, Values values, int count, Random random, uint8_t* to) const {
-    const uint32_t largest =
-        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+    const uint32_t largest = largest_bits(lanes, values, count);
     // 6 * 256 = 1.5 * 2^10: the largest group's scale is at most 256, so that a scale that is rounded up
     // stays in range.
     const uint8_t unit = e8m0_for(largest, 10, 0.5f);
@@ -161,13 +175,14 @@ struct NvFp4 {
     }
   }
   template <typename Lanes, typename Values>
-  GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
+  GW_HD void decode(const Lanes& lanes, const uint8_t* from, int, Values values) const {
     const uint8_t* const scales = from + 64;
     const float unit = fp8_scale(scales[kGroups]);
     if constexpr (requires { lanes.group_max(kGroup, values); }) {
       const float scale = e4m3_to_float(scales[lanes.first() / kGroup]);
-      unpack_codes<4>(lanes, from, 128, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
-        values[i] = unit * (scale * Float::value_of(code));
+      lanes.template unpack_fours<4>(from, values, [=](uint32_t codes, float* x) GW_HD_LAMBDA {
+        Float::values_of(codes, x);
+        for (int k = 0; k < 4; ++k) x[k] = unit * (scale * 64.0f * x[k]);
       });
     } else {
       decode_in_groups(lanes, from, unit, values);

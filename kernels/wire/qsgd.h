@@ -65,8 +65,7 @@ struct Qsgd {
 
   template <typename Lanes, typename Values, typename Random>
   GW_HD void encode(const Lanes& lanes, Values values, int count, Random random, uint8_t* to) const {
-    const uint32_t largest =
-        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+    const uint32_t largest = largest_bits(lanes, values, count);
     const uint8_t near = near_exponent(largest);
     const float down = fp8_inverse_scale(near);
     const float root = sqrtf(lanes.sum(count, [=](auto i) GW_HD_LAMBDA {
@@ -84,7 +83,7 @@ struct Qsgd {
   }
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
-    const float norm = get_float(from + size * bits / 8);
+    const float norm = get_float(lanes, from + size * bits / 8);
     if (bits == 8) {
       unpack<8>(lanes, from, count, norm, values);
     } else {
@@ -132,8 +131,7 @@ struct TernGrad {
 
   template <typename Lanes, typename Values, typename Random>
   GW_HD void encode(const Lanes& lanes, Values values, int count, Random random, uint8_t* to) const {
-    const uint32_t most =
-        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+    const uint32_t most = largest_bits(lanes, values, count);
     float largest = bits_float(most);
     if (clips()) {
       const uint8_t near = near_exponent(most);
@@ -158,11 +156,20 @@ struct TernGrad {
   }
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
-    const float largest = get_float(from + size / 4);
-    unpack_codes<2>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
-      const float x = code == 0u ? 0.0f : largest;
-      values[i] = code == 2u ? -x : x;
-    });
+    const float largest = get_float(lanes, from + size / 4);
+    decode_codes<2>(
+        lanes, from, size, count, values,
+        [=](uint32_t codes, float* x) GW_HD_LAMBDA {
+          // 0, 1 and -1 as E4M3; 1 is 0x38
+          constexpr uint32_t kEach = 0x01010101u;
+          const uint32_t upper = codes >> 1, some = (codes | upper) & kEach, minus = upper & ~codes & kEach;
+          e4m3x4_to_floats(some * 0x38u + minus * 0x80u, x);
+          for (int k = 0; k < 4; ++k) x[k] *= largest;
+        },
+        [=](uint32_t code) GW_HD_LAMBDA {
+          const float x = code == 0u ? 0.0f : largest;
+          return code == 2u ? -x : x;
+        });
   }
 };
 
@@ -265,7 +272,7 @@ struct Sign {
   }
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
-    const float mean = get_float(from + size / 8);
+    const float mean = get_float(lanes, from + size / 8);
     unpack_codes<1>(lanes, from, size, count,
                     [=](auto i, uint32_t code) GW_HD_LAMBDA { values[i] = code != 0u ? -mean : mean; });
   }

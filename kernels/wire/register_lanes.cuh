@@ -65,7 +65,10 @@ struct RegisterLanes {
                        kHeld = 4 * kRows;
   static constexpr int kTeams = kBlockThreads / kGroup;
   int lane, team;
-  float* terms;  // shared, (N)
+  float* terms;        // shared, (N)
+  int skew = 0;        // of the block that is read, from a 4-byte boundary
+  uint32_t signs = 0;  // of the rotation, a bit for each register
+  static constexpr bool kLooksUp = true;
 
   __device__ __forceinline__ uint32_t mask() const {
     if constexpr (kGroup == 32) {
@@ -93,6 +96,13 @@ struct RegisterLanes {
     });
     if constexpr (kGroup == 32) return __reduce_max_sync(0xffffffffu, largest);
     return max_over(kGroup, largest);
+  }
+  // Returns the largest magnitude of all values, as bits; see largest_magnitude().
+  __device__ __forceinline__ uint32_t largest(ReadValues<kHeld> values) const {
+    float x[kHeld];
+    each(N, [&](Slot i) { x[i.k] = values[i]; });
+    if constexpr (kGroup == 32) return __reduce_max_sync(0xffffffffu, largest_magnitude(x));
+    return max_over(kGroup, largest_magnitude(x));
   }
   // Returns the largest finite magnitude among the lanes that hold the same group of `size` values.
   __device__ __forceinline__ uint32_t group_max(int size, ReadValues<kHeld> values) const {
@@ -127,19 +137,46 @@ struct RegisterLanes {
 
   template <int kBits, typename Code>
   __device__ __forceinline__ void pack(int, uint8_t* bytes, const Code& code) const {
-    uint32_t codes[kHeld];
-    each(N, [&](Slot i) { codes[i.k] = code(i); });
+    uint32_t fours[kRows] = {};
+    each(N, [&](Slot i) { fours[i.k / 4] |= code(i) << (8 * (i.k % 4)); });
+    pack_fours<kBits>(fours, bytes);
+  }
+  // Packs codes, of which a word has four.
+  template <int kBits>
+  __device__ __forceinline__ void pack_fours(const uint32_t* fours, uint8_t* bytes) const {
     constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
-    pack_words<kLower>(codes, 0, bytes);
-    if constexpr (kUpper > 0) pack_words<kUpper>(codes, kLower, bytes + code_bytes<kLower>(N));
+    pack_words<kLower>(fours, 0, bytes);
+    if constexpr (kUpper > 0) pack_words<kUpper>(fours, kLower, bytes + code_bytes<kLower>(N));
   }
   template <int kBits, typename Take>
   __device__ __forceinline__ void unpack(const uint8_t* bytes, int, int, const Take& take) const {
-    uint32_t codes[kHeld] = {};
-    constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
-    unpack_words<kLower>(bytes, 0, codes);
-    if constexpr (kUpper > 0) unpack_words<kUpper>(bytes + code_bytes<kLower>(N), kLower, codes);
-    each(N, [&](Slot i) { take(i, codes[i.k]); });
+    uint32_t fours[kRows];
+    unpack_rows<kBits>(bytes, fours);
+    each(N, [&](Slot i) { take(i, fours[i.k / 4] >> (8 * (i.k % 4)) & 0xffu); });
+  }
+  // Decodes four codes at a time, in the bytes of a word.
+  template <int kBits, typename Four>
+  __device__ __forceinline__ void unpack_fours(const uint8_t* bytes, HeldValues values,
+                                               const Four& four) const {
+    uint32_t fours[kRows];
+    unpack_rows<kBits>(bytes, fours);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) four(fours[row], values.x + 4 * row);
+  }
+  // Returns `mine` of lane `at` % 32.
+  template <typename T>
+  __device__ __forceinline__ static T look_up(T mine, uint32_t at) {
+    static_assert(kGroup == 32);
+    return __shfl_sync(0xffffffffu, mine, static_cast<int>(at));
+  }
+  // Returns four bytes of a block, at a multiple of 4 from its beginning.
+  __device__ __forceinline__ uint32_t word_at(const uint8_t* bytes) const {
+    if constexpr (kReadOnly) {
+      const auto* const words = reinterpret_cast<const uint32_t*>(bytes - skew);
+      return __funnelshift_r(words[0], words[1], 8 * skew);
+    } else {
+      return bytes[0] | bytes[1] << 8 | bytes[2] << 16 | static_cast<uint32_t>(bytes[3]) << 24;
+    }
   }
 
   // Writes all bytes of a mask but the scale, which the caller writes.
@@ -163,18 +200,28 @@ struct RegisterLanes {
   }
 
   __device__ __forceinline__ void rotate(ReadValues<kHeld> values, int, float scale, HeldValues to) const {
-    each(N, [&](Slot i) { to[i] = bits_float(float_bits(values[i] * scale) ^ rotation_sign(i)); });
+    each(N, [&](Slot i) { to[i] = bits_float(float_bits(values[i] * scale) ^ sign(i)); });
     hadamard(to.x);
   }
   __device__ __forceinline__ void rotate_back(HeldValues values, int) const {
     each(N, [&](Slot i) { values[i] *= kRotationDown; });
     hadamard(values.x);
-    each(N, [&](Slot i) {
-      values[i] = bits_float(float_bits(within(values[i], kRotationMost) * kRotationUp) ^ rotation_sign(i));
-    });
+    float none = 0.0f;  // a value overflows where it is above kRotationMost, which is rare
+    each(N, [&](Slot i) { none = fmaf(values[i] *= kRotationUp, 0.0f, none); });
+    if (none != 0.0f) each(N, [&](Slot i) { values[i] = within(values[i], kRotationMost * kRotationUp); });
+    each(N, [&](Slot i) { values[i] = bits_float(float_bits(values[i]) ^ sign(i)); });
+  }
+
+  __device__ __forceinline__ uint32_t all_signs() const {
+    uint32_t all = 0;
+    each(N, [&](Slot i) { all |= rotation_sign(i) >> (31 - i.k); });
+    return all;
   }
 
  private:
+  __device__ __forceinline__ uint32_t sign(Slot i) const {
+    return signs << (31 - i.k) & 0x80000000u;
+  }
   // Returns the largest value among 4 to 32 neighboring lanes.
   __device__ __forceinline__ uint32_t max_over(int lanes, uint32_t largest) const {
 #pragma unroll
@@ -223,18 +270,15 @@ struct RegisterLanes {
     if constexpr (W::kSharers > 1) return row * W::kSharers + first() / W::kBytes;
     return row / W::kWordRows;
   }
-  // Packs bits [from, from + kBits) of the codes.
+  // Packs bits [from, from + kBits) of the codes, of which a word of `fours` has four.
   template <int kBits>
-  __device__ __forceinline__ void pack_words(const uint32_t* codes, int from, uint8_t* bytes) const {
+  __device__ __forceinline__ void pack_words(const uint32_t* fours, int from, uint8_t* bytes) const {
     using W = Words<kBits>;
-    constexpr uint32_t kMask = (1u << kBits) - 1u;
+    constexpr uint32_t kMask = ((1u << kBits) - 1u) * 0x01010101u;
     uint32_t words[W::kWordRows] = {};
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      uint32_t four = 0;
-#pragma unroll
-      for (int k = 0; k < 4; ++k) four |= ((codes[4 * row + k] >> from) & kMask) << (8 * k);
-      words[row % W::kWordRows] |= four << (kBits * part_of<kBits>(row));
+      words[row % W::kWordRows] |= (fours[row] >> from & kMask) << (kBits * part_of<kBits>(row));
     }
     if constexpr (W::kSharers > 1) {
 #pragma unroll
@@ -250,29 +294,24 @@ struct RegisterLanes {
     }
   }
   template <int kBits>
-  __device__ __forceinline__ void unpack_words(const uint8_t* bytes, int to, uint32_t* codes) const {
+  __device__ __forceinline__ void unpack_rows(const uint8_t* bytes, uint32_t* fours) const {
+    constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) fours[row] = 0;
+    unpack_words<kLower>(bytes, 0, fours);
+    if constexpr (kUpper > 0) unpack_words<kUpper>(bytes + code_bytes<kLower>(N), kLower, fours);
+  }
+  template <int kBits>
+  __device__ __forceinline__ void unpack_words(const uint8_t* bytes, int to, uint32_t* fours) const {
     using W = Words<kBits>;
-    constexpr uint32_t kMask = (1u << kBits) - 1u;
+    constexpr uint32_t kMask = ((1u << kBits) - 1u) * 0x01010101u;
     uint32_t words[W::kWordRows];
 #pragma unroll
     for (int row = 0; row < W::kWordRows; ++row)
       words[row] = word_at(bytes + (W::kSharers > 1 ? first() % W::kBytes : first() + row * kRow));
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      const uint32_t four = words[row % W::kWordRows] >> (kBits * part_of<kBits>(row));
-#pragma unroll
-      for (int k = 0; k < 4; ++k) codes[4 * row + k] |= ((four >> (8 * k)) & kMask) << to;
-    }
-  }
-  // Returns four bytes of shared memory at any address.
-  __device__ __forceinline__ static uint32_t word_at(const uint8_t* bytes) {
-    if constexpr (kReadOnly) {
-      const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(bytes) % 4);
-      const auto* const words = reinterpret_cast<const uint32_t*>(bytes - skew);
-      return __funnelshift_r(words[0], words[1], 8 * skew);
-    } else {
-      return bytes[0] | bytes[1] << 8 | bytes[2] << 16 | static_cast<uint32_t>(bytes[3]) << 24;
-    }
+    for (int row = 0; row < kRows; ++row)
+      fours[row] |= (words[row % W::kWordRows] >> (kBits * part_of<kBits>(row)) & kMask) << to;
   }
 };
 

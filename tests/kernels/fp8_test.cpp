@@ -48,6 +48,59 @@ TEST(E4m3, ScaleFitsTheLargestValueAndIsNonzero) {
   }
 }
 
+TEST(E4m3, ScaleIsTheLeastThatDoesNotClamp) {
+  for (uint32_t bits = 0; bits <= 0x7f800000u; bits += 0x1fffffu) {
+    const float largest = bits_float(bits - (bits == 0x7f800000u ? 1 : 0));
+    const uint8_t byte = fp8_scale_byte(float_bits(largest));
+    EXPECT_TRUE(byte == 246 || largest <= 448.0f * fp8_scale(byte)) << largest;
+    EXPECT_TRUE(byte == 1 || largest > 448.0f * fp8_scale(static_cast<uint8_t>(byte - 1))) << largest;
+    EXPECT_EQ(float_bits(largest) <= kFp8MostBits, largest <= 448.0f * fp8_scale(byte)) << largest;
+  }
+}
+
+TEST(E4m3, FourCodesAtOnceEqualSingleCodes) {
+  for (uint32_t code = 0; code < 256; ++code) {
+    float x[4];
+    e4m3x4_to_floats(code | (code ^ 0x5au) << 8 | (255u - code) << 16 | code << 24, x);
+    expect_same_floats(
+        {x, x + 4},
+        {e4m3_to_float(code), e4m3_to_float(code ^ 0x5au), e4m3_to_float(255u - code), e4m3_to_float(code)},
+        "decoded");
+  }
+  for (uint32_t bits = 0; bits <= float_bits(448.0f); bits += 0xfedu) {
+    const float x[4] = {bits_float(bits), -bits_float(bits), bits_float(bits | 0xfffffu), 448.0f};
+    uint32_t word = 0, drawn = 0;
+    float rounded[4];
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t random = (bits * 0x9e3779b1u >> 16) ^ static_cast<uint32_t>(k % 2 * 0xffff);
+      rounded[k] = e4m3_stochastic(x[k], random);
+      word |= static_cast<uint32_t>(float_to_e4m3_nearest(x[k])) << (8 * k);
+      drawn |= static_cast<uint32_t>(float_to_e4m3_stochastic(x[k], random)) << (8 * k);
+    }
+    ASSERT_EQ(floats_to_e4m3x4(x), word) << x[0];
+    ASSERT_EQ(floats_to_e4m3x4(rounded), drawn) << x[0];
+    float decoded[4];
+    e4m3x4_to_floats(drawn, decoded);
+    for (int k = 0; k < 4; ++k) ASSERT_EQ(float_bits(decoded[k]), float_bits(rounded[k])) << x[0];
+    ASSERT_EQ(largest_magnitude(x), float_bits(448.0f));
+  }
+}
+
+template <int kMantissa>
+void expect_same_minis() {
+  for (uint32_t code = 0; code < 8u << kMantissa; ++code) {
+    float x[4];
+    Mini<kMantissa>::values_of(code | code << 16 | code << 24, x);
+    for (int k : {0, 2, 3})
+      EXPECT_EQ(float_bits(64.0f * x[k]), float_bits(Mini<kMantissa>::value_of(code))) << code;
+    EXPECT_EQ(float_bits(x[1]), 0u);
+  }
+}
+TEST(E4m3, HoldsAllCodesOfE2m1AndE2m3) {
+  expect_same_minis<1>();
+  expect_same_minis<3>();
+}
+
 class Fp8Wire : public ::testing::TestWithParam<Backend>, public WireFixture {
  public:
   Fp8Wire() : WireFixture(GetParam()) {}

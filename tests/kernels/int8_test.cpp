@@ -41,6 +41,13 @@ TEST(Int8, RoundsToNearestEven) {
   EXPECT_EQ(signed_code(-2.25f, 0x4000), -2);
 }
 
+TEST(Int8, BytesBecomeExactFloats) {
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    for (uint32_t k = 0; k < 4; ++k)
+      EXPECT_EQ(byte_less(byte << (8 * k), k, 128), static_cast<float>(static_cast<int>(byte) - 128));
+  }
+}
+
 class Int8Wire : public ::testing::TestWithParam<Backend>, public WireFixture {
  public:
   Int8Wire() : WireFixture(GetParam()) {}

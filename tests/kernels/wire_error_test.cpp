@@ -1,10 +1,33 @@
 // The errors of every wire format that rounds: bounds, bias, and the errors stated in the format table.
 #include <cmath>
 
+#include "kernels/wire/eden.h"
 #include "tests/kernels/wire_suite.h"
 
 namespace gradwire::testing {
 namespace {
+
+// The lookup of eden's levels on CUDA, against the comparisons with all boundaries.
+template <int kBits>
+void expect_same_levels() {
+  constexpr LevelBins<kBits> kBins;
+  for (uint32_t bits = 0; bits <= 0x7f800000u; bits += bits < 0x3d000000u ? 0x10000u : 0x400u) {
+    const float x = bits_float(bits + (bits < 0x7f800000u ? bits % 0x3ffu : 0u)),
+                most = at_most(x, 30.0f / LevelBins<kBits>::kPer);
+    const uint32_t bin = float_bits(std::fma(most, LevelBins<kBits>::kPer, 8388608.0f)) % 32;
+    const uint32_t code = kBins.before[bin] + (most > kBins.boundary[bin] ? 1u : 0u);
+    ASSERT_EQ(code, with_lloyd_max<kBits>(CodeOfMagnitude{x})) << x;
+    ASSERT_EQ(kBins.level[code], with_lloyd_max<kBits>(LevelOfMagnitude{x})) << x;
+    ASSERT_EQ(kBins.level[code | 1u << (kBits - 1)], -kBins.level[code]);
+  }
+}
+TEST(Eden, LookupsFindTheNearestLevels) {
+  expect_same_levels<1>();
+  expect_same_levels<2>();
+  expect_same_levels<3>();
+  expect_same_levels<4>();
+  expect_same_levels<5>();
+}
 
 class WireFormatTestErrors : public WireSuite {};
 
