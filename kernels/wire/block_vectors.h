@@ -357,20 +357,12 @@ struct RunLane : RotatingLane {
   template <int kMantissa>
   using Magnitude = typename Mini<kMantissa>::Magnitude;
 
-  template <typename Body>
+  template <int kBits = 5, typename Body>
   GW_INLINE static void with_bits(const Eden& format, const Body& body) {
-    switch (format.bits) {
-      case 1:
-        return body(std::integral_constant<int, 1>());
-      case 2:
-        return body(std::integral_constant<int, 2>());
-      case 3:
-        return body(std::integral_constant<int, 3>());
-      case 4:
-        return body(std::integral_constant<int, 4>());
-      default:
-        return body(std::integral_constant<int, 5>());
+    if constexpr (kBits > 1) {
+      if (format.bits < kBits) return with_bits<kBits - 1>(format, body);
     }
+    body(std::integral_constant<int, kBits>());
   }
   // Returns the Lloyd-Max levels of codes without a sign.
   template <int kBits>
