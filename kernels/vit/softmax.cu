@@ -172,7 +172,7 @@ struct LogitTile {
   // Returns the first column of the lane; the others of a vector follow, the next vector is 32 V further.
   static __device__ __forceinline__ int column() { return static_cast<int>(threadIdx.x) % 32 * V; }
   // Reads columns 0 to `width` - 1 of x; the others are minus infinity.
-  __device__ __forceinline__ void read(const float* x, int64_t width) {
+  __device__ __forceinline__ void read(const float* x, int width) {
     x += column(), width -= column();
 #pragma unroll
     for (int j = 0; j < kEach / V; ++j) {
@@ -182,53 +182,57 @@ struct LogitTile {
     }
   }
   template <typename S>
-  __device__ __forceinline__ void write(S* y, int64_t width) const {
+  __device__ __forceinline__ void write(S* y, int width) const {
     y += column(), width -= column();
 #pragma unroll
     for (int j = 0; j < kEach / V; ++j) {
       if (32 * V * j < width) store<V>(y + 32 * V * j, v[j]);
     }
   }
-  // Calls function(column minus the lane's first column, v) for all elements.
-  template <typename Function>
-  __device__ __forceinline__ void each(const Function& function) {
+  // Replaces each x by exp(x - top), where top is at least as large, and returns their sum. The rounding of
+  // the product is at most 4e-8 of the largest exponential, 1.
+  __device__ __forceinline__ float exponentials(float top) {
+    float sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kEach / V; ++j) {
+    for (auto& vector : v) {
 #pragma unroll
-      for (int k = 0; k < V; ++k) function(32 * V * j + k, v[j][k]);
+      for (float& x : vector) sum += x = exp2_estimate((x - top) * kLog2E);
     }
+    return sum;
   }
+  static constexpr float kLog2E = 1.44269504f;
 };
-
-// Returns exp(x), for x <= 0. The product's rounding is at most 4e-8 of the largest exponential, 1.
-__device__ __forceinline__ float exp_estimate(float x) {
-  return exp2_estimate(x * 1.44269504f);
-}
 
 // Writes the row's gradient; the first lane calls keep(loss, 1 if correct). Called by a whole warp.
 template <int V, typename S, typename Keep>
 __device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, int64_t row, const Keep& keep) {
   using Tile = LogitTile<V>;
-  const int64_t named = a.labels[row];
-  const bool labelled = named >= 0 && named < a.classes;
-  const int64_t label = labelled ? named : 0;
+  const int named = a.labels[row], classes = static_cast<int>(a.classes);
+  const bool labelled = named >= 0 && named < classes;
+  const int label = labelled ? named : 0;
   const float* x = a.logits + row * a.classes;
   const float at_label = labelled ? x[label] : std::numeric_limits<float>::quiet_NaN();
   float highest = Max::kIdentity, sum = 0.0f;
   bool tied = false;  // whether a logit before the label is as large
   Tile tile;
 #pragma unroll 1
-  for (int64_t first = 0; first < a.classes; first += Tile::kWidth) {
-    tile.read(x + first, a.classes - first);
-    float top = highest, part = 0.0f;
-    tile.each([&](int, float v) { top = fmaxf(v, top); });
+  for (int first = 0; first < classes; first += Tile::kWidth) {
+    tile.read(x + first, classes - first);
+    float top = highest;
+#pragma unroll
+    for (const auto& vector : tile.v) {
+#pragma unroll
+      for (const float v : vector) top = fmaxf(v, top);
+    }
     top = group_reduce<32>(top, Max());
     if (at_label == top) {
-      const auto before = static_cast<int>(label - first) - Tile::column();
-      tile.each([&](int c, float v) { tied |= v == top && c < before; });
+      const int before = label - first - Tile::column();
+#pragma unroll
+      for (int i = 0; i < Tile::kEach; ++i)
+        tied |= tile.v[i / V][i % V] == top && i / V * 32 * V + i % V < before;
     }
-    tile.each([&](int, float& v) { part += v = exp_estimate(v - top); });
-    sum = (first == 0 ? 0.0f : sum * exp_estimate(highest - top)) + group_reduce<32>(part, Sum());
+    const float part = group_reduce<32>(tile.exponentials(top), Sum());
+    sum = part + (first == 0 ? 0.0f : sum * exp2_estimate((highest - top) * Tile::kLog2E));
     highest = top;
   }
   // A NaN is never correct.
@@ -238,17 +242,21 @@ __device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, int64
   S* d = a.d_logits + row * a.classes;
   const float scale = labelled ? a.grad_scale / sum : at_label;
 #pragma unroll 1
-  for (int64_t first = 0; first < a.classes; first += Tile::kWidth) {
-    if (a.classes > Tile::kWidth) {
-      tile.read(x + first, a.classes - first);
-      tile.each([&](int, float& v) { v = exp_estimate(v - highest); });
+  for (int first = 0; first < classes; first += Tile::kWidth) {
+    if (classes > Tile::kWidth) {
+      tile.read(x + first, classes - first);
+      tile.exponentials(highest);
     }
-    tile.each([&](int, float& v) { v *= scale; });
-    tile.write(d + first, a.classes - first);
+#pragma unroll
+    for (auto& vector : tile.v) {
+#pragma unroll
+      for (float& v : vector) v *= scale;
+    }
+    tile.write(d + first, classes - first);
   }
   // The lane that has written the label's gradient writes it again.
-  if (labelled && label / V % 32 == threadIdx.x % 32)
-    d[label] = narrow<S>(scale * exp_estimate(at_label - highest) - a.grad_scale);
+  if (labelled && label / V % 32 == static_cast<int>(threadIdx.x) % 32)
+    d[label] = narrow<S>(scale * exp2_estimate((at_label - highest) * Tile::kLog2E) - a.grad_scale);
 }
 
 template <int V, typename S>

@@ -60,8 +60,12 @@ TEST_P(Launches, OfTokensMatchTheTable) {
   auto assemble = tokens_of(
       AssembleTokens<float>{.projected = x, .bias = small, .class_token = small, .position = z, .x = y});
   GW_EXPECT_LAUNCHES(assemble_tokens, assemble);
-  auto assembled = tokens_of(AssembleTokensBackward<float>{
-      .dx = x, .d_projected = y, .d_bias = small, .d_class_token = other, .d_position = z, .workspace = workspace});
+  auto assembled = tokens_of(AssembleTokensBackward<float>{.dx = x,
+                                                           .d_projected = y,
+                                                           .d_bias = small,
+                                                           .d_class_token = other,
+                                                           .d_position = z,
+                                                           .workspace = workspace});
   GW_EXPECT_LAUNCHES(assemble_tokens_backward, assembled);
 }
 
