@@ -203,20 +203,21 @@ struct LogitTile {
   static constexpr float kLog2E = 1.44269504f;
 };
 
-// Writes the row's gradient; the first lane calls keep(loss, 1 if correct). Called by a whole warp.
-template <int V, typename S, typename Keep>
-__device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, int64_t row, const Keep& keep) {
+// Writes the row's gradient; the first lane calls keep(loss, 1 if correct). Called by a whole warp. kFits:
+// the row has at most one tile.
+template <int V, bool kFits, typename S, typename Keep>
+__device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, uint32_t row, const Keep& keep) {
   using Tile = LogitTile<V>;
   const int named = a.labels[row], classes = static_cast<int>(a.classes);
   const bool labelled = named >= 0 && named < classes;
   const int label = labelled ? named : 0;
-  const float* x = a.logits + row * a.classes;
+  const float* x = a.logits + int64_t{row} * classes;
   const float at_label = labelled ? x[label] : std::numeric_limits<float>::quiet_NaN();
   float highest = Max::kIdentity, sum = 0.0f;
   bool tied = false;  // whether a logit before the label is as large
   Tile tile;
 #pragma unroll 1
-  for (int first = 0; first < classes; first += Tile::kWidth) {
+  for (int first = 0; first < (kFits ? 1 : classes); first += Tile::kWidth) {
     tile.read(x + first, classes - first);
     float top = highest;
 #pragma unroll
@@ -235,15 +236,11 @@ __device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, int64
     sum = part + (first == 0 ? 0.0f : sum * exp2_estimate((highest - top) * Tile::kLog2E));
     highest = top;
   }
-  // A NaN is never correct.
-  const bool right = __any_sync(kFullWarp, tied) == 0 && at_label == highest && sum == sum;
-  if (threadIdx.x % 32 == 0) keep(logf(sum) + (highest - at_label), right ? 1.0f : 0.0f);
-  if (a.d_logits == nullptr) return;
-  S* d = a.d_logits + row * a.classes;
+  S* d = a.d_logits + int64_t{row} * classes;
   const float scale = labelled ? a.grad_scale / sum : at_label;
 #pragma unroll 1
-  for (int first = 0; first < classes; first += Tile::kWidth) {
-    if (classes > Tile::kWidth) {
+  for (int first = 0; a.d_logits != nullptr && first < (kFits ? 1 : classes); first += Tile::kWidth) {
+    if (!kFits && classes > Tile::kWidth) {
       tile.read(x + first, classes - first);
       tile.exponentials(highest);
     }
@@ -255,15 +252,18 @@ __device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, int64
     tile.write(d + first, classes - first);
   }
   // The lane that has written the label's gradient writes it again.
-  if (labelled && label / V % 32 == static_cast<int>(threadIdx.x) % 32)
+  if (a.d_logits != nullptr && labelled && label / V % 32 == static_cast<int>(threadIdx.x) % 32)
     d[label] = narrow<S>(scale * exp2_estimate((at_label - highest) * Tile::kLog2E) - a.grad_scale);
+  // A NaN is never correct.
+  const bool right = __any_sync(kFullWarp, tied) == 0 && at_label == highest && sum == sum;
+  if (threadIdx.x % 32 == 0) keep(logf(sum) + (highest - at_label), right ? 1.0f : 0.0f);
 }
 
 template <int V, typename S>
 __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy<S> a) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / 32;
+  const uint32_t row = blockIdx.x * kRowsPerBlock + threadIdx.x / 32;
   if (row >= a.rows) return;  // returns in the whole warp
-  cross_entropy_of<V>(a, row, [&](float loss, float right) {
+  cross_entropy_of<V, false>(a, row, [&](float loss, float right) {
     a.workspace[row] = loss;
     a.workspace[a.rows + row] = right;
   });
@@ -287,15 +287,16 @@ __device__ __forceinline__ void add_to_totals(double loss, double right, bool ac
   totals[threadIdx.x] = total;
 }
 
-// Combines cross_entropy_kernel and add_losses_kernel, for at most as many rows as the block has warps; there
-// may be 0 rows.
+// Combines cross_entropy_kernel and add_losses_kernel, for at most as many rows as the block has warps, of
+// one tile each; there may be 0 rows.
 template <int V, typename S>
 __global__ void __launch_bounds__(32 * CrossEntropy<S>::kOneBlock, 1)
     cross_entropy_block_kernel(CrossEntropy<S> a) {
-  const int64_t row = threadIdx.x / 32;
+  const uint32_t row = threadIdx.x / 32;
   float loss = 0.0f, right = 0.0f;
   if (row < a.rows) {
-    cross_entropy_of<V>(a, row, [&](float row_loss, float row_right) { loss = row_loss, right = row_right; });
+    cross_entropy_of<V, true>(a, row,
+                              [&](float row_loss, float row_right) { loss = row_loss, right = row_right; });
   }
   add_to_totals(loss, right, a.accumulate, a.totals);
 }
@@ -317,7 +318,8 @@ template <typename S>
 void cross_entropy(CudaStream stream, const CrossEntropy<S>& a) {
   const bool vectors = a.classes % 4 == 0 && aligned(a.logits) &&
                        reinterpret_cast<uintptr_t>(a.d_logits) % (4 * sizeof(S)) == 0;
-  if (a.rows <= CrossEntropy<S>::kOneBlock) {
+  const int64_t fits = vectors ? LogitTile<4>::kWidth : LogitTile<1>::kWidth;
+  if (a.rows <= CrossEntropy<S>::kOneBlock && a.classes <= fits) {
     const int64_t warps = a.rows > 0 ? a.rows : 1;
     launch("cross_entropy", vectors ? cross_entropy_block_kernel<4, S> : cross_entropy_block_kernel<1, S>,
            {.grid = dim3(1), .block = dim3(static_cast<unsigned>(32 * warps)), .stream = stream}, a);

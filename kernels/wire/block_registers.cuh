@@ -61,9 +61,13 @@ struct RegisterWorker {
   static constexpr int kBlock = register_block<F>(), kBlocks = kBlock > 256 ? 1 : 2;
   using Lanes = RegisterLanes<kBlock>;
   static constexpr int kTeams = Lanes::kTeams, kHeld = Lanes::kHeld;
-  static constexpr int kMinBlocks = F::kRotation == Rotation::always ? 2
-                                    : kHeld > 4                      ? 3
-                                                                     : 4;  // per multiprocessor
+  // Blocks per multiprocessor for which the kernels' registers suffice; sm_80 needs a few more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  static constexpr int kMost = 3;
+#else
+  static constexpr int kMost = 4;
+#endif
+  static constexpr int kMinBlocks = F::kRotation == Rotation::always || kHeld > 4 ? 2 : kMost;
   // Inputs in shared memory at a time, and 16-byte pieces of an input that a thread copies: at most.
   static constexpr int kStaged = 4,
                        kPieces = (kBlocks * kTeams * (kBlock + 4) - 1) / (16 * kBlockThreads) + 1;
@@ -83,7 +87,9 @@ struct RegisterWorker {
   __host__ __device__ static TileShape shape_of(const Coder& coder) {
     return {.blocks = kBlocks * kTeams, .block = kBlock, .bytes = coder.bytes(), .teams = kTeams};
   }
-  __host__ __device__ static int terms_bytes() { return kTeams * kBlock * 4; }
+  __host__ __device__ static int terms_bytes() {
+    return kTeams * kBlock * 4;
+  }
   // Returns the room for a tile's bytes, and for reading beyond its end.
   __host__ __device__ static int room_bytes(const TileShape& shape) {
     return shape.blocks * shape.bytes + 16;
