@@ -94,7 +94,7 @@ class BackwardRows {
 
   // Returns the shared memory for stages of `rows` rows. The sums of all groups take its place at the end.
   static size_t shared_bytes(int64_t width, int rows) {
-    const auto stages = static_cast<size_t>(width) * (4 + 2 * static_cast<size_t>(rows) * (8 + sizeof(S)));
+    const auto stages = static_cast<size_t>(width) * 2 * static_cast<size_t>(rows) * (8 + sizeof(S));
     return std::max<size_t>(stages, kRowThreads * 12 * sizeof(float)) + sizeof(Means) * 2 * kRows;
   }
 
@@ -106,12 +106,11 @@ class BackwardRows {
         rows_(rows),
         end_(end),
         means_(reinterpret_cast<Means*>(memory)),
-        gamma_(reinterpret_cast<float*>(means_ + 2 * kRows)),
+        memory_(reinterpret_cast<float*>(means_ + 2 * kRows)),
         column_(static_cast<int>(threadIdx.x) % (width_ / 4) * 4),
         group_(static_cast<int>(threadIdx.x) / (width_ / 4)),
         groups_(kRowThreads / (width_ / 4)) {
-    for (int c = 4 * static_cast<int>(threadIdx.x); c < width_; c += 4 * kRowThreads)
-      copy_async<16>(gamma_ + c, a_.gamma + c, true);
+    load<4>(a_.gamma + column_, gamma_);
   }
 
   // Begins to copy the rows from `first` on: each warp the row that it reduces.
@@ -132,7 +131,7 @@ class BackwardRows {
   // Waits for a stage, and takes the means of a warp's row over its columns.
   __device__ __forceinline__ void reduce(int stage, int64_t first) {
     wait_for_copies<1>();
-    __syncthreads();  // gamma's copies are from all threads
+    __syncwarp();  // a row's copies are from all lanes
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     if (warp < rows_ && first + warp < end_) {
       Means& means = means_[stage * kRows + warp];
@@ -141,7 +140,7 @@ class BackwardRows {
       for (int c = 4 * lane; c < width_; c += 128) {
         float x4[4], g[4], gamma[4];
         read(stage, warp, c, means, x4, g);
-        load<4>(gamma_ + c, gamma);
+        load<4>(a_.gamma + c, gamma);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           sum += g[k] * gamma[k];
@@ -157,8 +156,6 @@ class BackwardRows {
 
   // Writes dx, and adds to the thread's sums over rows.
   __device__ __forceinline__ void apply(int stage, int64_t first) {
-    float gamma[4];
-    load<4>(gamma_ + column_, gamma);
 #pragma unroll 2
     for (int row = group_; row < rows_ && first + row < end_ && group_ < groups_; row += groups_) {
       const Means means = means_[stage * kRows + row];
@@ -169,7 +166,7 @@ class BackwardRows {
       for (int k = 0; k < 4; ++k) {
         sums_[0][k] += g[k] * x4[k];
         sums_[1][k] += g[k];
-        out[k] += means.rstd * (g[k] * gamma[k] - means.sum - x4[k] * means.sum_normalized);
+        out[k] += means.rstd * (g[k] * gamma_[k] - means.sum - x4[k] * means.sum_normalized);
       }
       const int64_t at = (first + row) * a_.x_stride + column_;
       store_wide<4>(a_.dx + at, out);
@@ -184,7 +181,7 @@ class BackwardRows {
     wait_for_copies<0>();
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-      if (group_ < groups_) store<4>(gamma_ + (group_ * 3 + i) * width_ + column_, sums_[i]);
+      if (group_ < groups_) store<4>(memory_ + (group_ * 3 + i) * width_ + column_, sums_[i]);
     }
     __syncthreads();
     if (group_ != 0) return;
@@ -193,7 +190,7 @@ class BackwardRows {
 #pragma unroll 1
       for (int group = 1; group < groups_; ++group) {
         float other[4];
-        load<4>(gamma_ + (group * 3 + i) * width_ + column_, other);
+        load<4>(memory_ + (group * 3 + i) * width_ + column_, other);
         add<4>(other, sums_[i]);
       }
       store_wide<4>(partial + i * width_ + column_, sums_[i]);
@@ -215,7 +212,7 @@ class BackwardRows {
     }
   }
   __device__ __forceinline__ float* x(int stage, int row) const {
-    return gamma_ + width_ + (stage * rows_ + row) * width_;
+    return memory_ + (stage * rows_ + row) * width_;
   }
   __device__ __forceinline__ float* dx(int stage, int row) const {
     return x(stage + 2, row);
@@ -237,9 +234,10 @@ class BackwardRows {
   float inverse_width_;
   int rows_;
   int64_t end_;
-  Means* means_;  // of two stages
-  float* gamma_;  // then x, dx and dy, two stages each
+  Means* means_;   // of two stages
+  float* memory_;  // x, dx and dy, two stages each
   int column_, group_, groups_;
+  float gamma_[4];         // of the thread's columns
   float sums_[3][4] = {};  // d_gamma, d_beta, sum of dx
 };
 
@@ -375,8 +373,10 @@ void layer_norm_backward(CudaStream stream, const LayerNormBackward<S>& args) {
   const auto chunks = column_chunks(a.rows);
   const auto count = static_cast<unsigned>(chunks.count);
   if (sliceable(a, a.x, a.dy, a.gamma, a.dx, a.dx_rounded)) {
+    constexpr size_t kMost = 163 << 10;  // on sm_80
     int rows = BackwardRows<S>::kRows;
-    while (rows > 1 && BackwardRows<S>::shared_bytes(a.width, rows) > max_shared_bytes()) --rows;
+    while (rows > 1 && BackwardRows<S>::shared_bytes(a.width, rows) > std::min(kMost, max_shared_bytes()))
+      --rows;
     launch("layer_norm_backward", layer_norm_backward_slice_kernel<S>,
            {.grid = dim3(count),
             .block = dim3(kRowThreads),
