@@ -57,7 +57,7 @@ inside() {
     output=$(cd / && env -i LD_LIBRARY_PATH=/nvidia LD_BIND_NOW=1 HOME=/tmp TMPDIR=/tmp CUDA_VISIBLE_DEVICES= \
       timeout 120 "$change_root" "$root" ${through[@]+"${through[@]}"} "/there/bundle/bin/$program" "${@:3}" 2>&1) || status=$?
     [[ $output != *"cannot be preloaded"* ]] || status="a library that does not load"
-    [ "$program $status" != "overlap 77" ] || status=0  # it says that there is no GPU
+    [ "$program $status" != "overlap 77" ] || status=0  # 77: this machine has no GPU
     if [ "$status" = 0 ] && [[ $* == *--gtest_filter=* ]]; then
       grep -q '^\[  PASSED  \] [1-9]' <<< "$output" || status="no test of that name"
     fi

@@ -225,8 +225,10 @@ void run() {
       {"full grid", 8 * sms, 256, 0, 0, gemms, compression},
       {"24 small blocks", 24, 256, 0, 0, gemms, compression},
       {"24 blocks that fill an SM", 24, kFillingThreads, kFillingBytes, 0, gemms, compression},
-      {"the same, GEMMs told SMs - 24", 24, kFillingThreads, kFillingBytes, sms - 24, gemms, compression},
-      {"12 blocks, GEMMs told SMs - 12", 12, kFillingThreads, kFillingBytes, sms - 12, gemms, compression},
+      {"the same, GEMMs limited to SMs - 24", 24, kFillingThreads, kFillingBytes, sms - 24, gemms,
+       compression},
+      {"12 blocks, GEMMs limited to SMs - 12", 12, kFillingThreads, kFillingBytes, sms - 12, gemms,
+       compression},
       {"green contexts", 2 * few.sms, kFillingThreads, 0, others.sms, others.stream, few.stream}};
   Backward backward;
   for (const Way& way : ways) {

@@ -394,7 +394,7 @@ __global__ void __launch_bounds__(kThreads, 2) project_wide_kernel(const __grid_
       project_wide_rows<kForms, false>(a, d, pending, row0, k0, shared, sums);
     }
   }
-  // Adds the slices' sums. The descriptor is read again because there are no registers to keep it.
+  // Adds the slices' sums. Reads the descriptor again to save registers.
   const MatrixDescriptor d = a.matrices.descriptors[found[0]];
   const int row0 = (block - a.matrices.starts[found[0]].wide_row_tile) * kWideRowTileRows;
   const int k = static_cast<int>(threadIdx.x) % kWarpTile;

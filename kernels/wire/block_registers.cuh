@@ -126,7 +126,7 @@ struct RegisterWorker {
   template <typename Input>
   __device__ __forceinline__ void stage(int n, const Input& input) const {
     const int thread = static_cast<int>(threadIdx.x), whole = tile_bytes & ~15;
-    __syncthreads();  // the earlier bytes are no longer in use
+    __syncthreads();  // all threads have read the earlier bytes
     uint8_t* to = staged;
 #pragma unroll 1
     for (int j = 0; j < n; ++j, to += room_bytes(shape)) {
