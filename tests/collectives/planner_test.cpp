@@ -173,21 +173,19 @@ TEST(Planner, EveryRankMeasuresTheSameNumbers) {
   }
 }
 
-TEST(Planner, MeasuresFastLinksWithMoreBytesTheSameOnAllRanks) {
-  std::vector<uint64_t> few(3), many(3);
-  for (size_t most : {size_t{0}, size_t{8} << 20}) {
+// How many rounds fit into the time depends on the machine. So the test checks only what holds on each machine:
+// a pattern has at most 32 rounds' worth of `most` bytes, and the small messages take less than 128 KiB.
+TEST(Planner, MeasuresWithAtMostItsLimitOfBytesTheSameOnAllRanks) {
+  for (size_t most : {size_t{4} << 10, size_t{64} << 10, size_t{8} << 20}) {
+    std::vector<uint64_t> sent(3);
     testing::run_ranks(3, Device::host(), [&](Communicator& comm) {
       Stream stream = Stream::create(comm.device(), "test");
       measure_link_costs(comm.transport(), stream, 0, 1s, most);
-      (most == 0 ? few : many)[comm.rank()] = comm.bytes_sent();
+      sent[comm.rank()] = comm.bytes_sent();
     });
-  }
-  for (int r = 0; r < 3; ++r) {
-    EXPECT_EQ(many[r], many[0]);
-    EXPECT_GT(few[r], 2u << 20);
-    // This check fails only if the machine is too busy to move 4 MiB in 10 ms.
-    EXPECT_GE(many[r], few[r]);
-    EXPECT_LT(many[r], few[r] + 2 * 28 * (8u << 20));
+    for (uint64_t bytes : sent) EXPECT_EQ(bytes, sent[0]);
+    EXPECT_GT(sent[0], 0);
+    EXPECT_LT(sent[0], 2 * 32 * most + (128 << 10));
   }
 }
 
