@@ -1,9 +1,11 @@
-// overlap: what do compression kernels cost that run at the same time as GEMMs, and by which means?
+// overlap: what do kernels cost that run at the same time as GEMMs, and by which means?
 //
 // A stand-in for ViT-L/32's backward, 24 layers of eight BF16 products of 1600 rows, and for compression of
 // each layer's 12.8 M gradients: residual in and out, FP8 codes, FP32 out, 17 bytes a value. Compression of a
-// layer begins when the layer's products are done, on a stream of high priority. Each way is one CUDA graph
-// per step and prints one line. Without a GPU exits with 77.
+// layer begins when the layer's products are done, on a stream of high priority. Then the products without
+// compression: with rows for whole tiles (1664), with the gradients of weights on a second stream, and with a
+// small kernel after each product, launched when the product ends or before (programmatic dependent launch).
+// Each way is one CUDA graph per step and prints one line. Without a GPU exits with 77.
 #include <cublas_v2.h>
 #include <cuda.h>
 #include <cuda_fp8.h>
@@ -50,6 +52,16 @@ __global__ void __launch_bounds__(kFillingThreads)
   }
 }
 
+// Passes over a product's result, as layer norm or GELU do. A programmatic launch starts this kernel while
+// the product before it still runs, so that only what precedes the wait overlaps.
+__global__ void __launch_bounds__(256) pass_kernel(const uint4* in, uint4* out, int64_t count) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+  if (i < count) out[i] = in[i];
+}
+
 // Fills memory with values between 0.5 and 1 of either sign, as FP32 and as BF16. Constants would draw less
 // power, which raises the clock.
 __global__ void fill_kernel(uint32_t* words, int64_t count) {
@@ -90,6 +102,12 @@ struct Way {
   size_t shared_bytes;
   int gemm_sms;  // that cuBLAS may count on; 0: all
   cudaStream_t gemms, compression;
+};
+
+// What a step does besides products on one stream.
+struct Also {
+  cudaStream_t weights = nullptr;  // if not null, the stream of the products for the gradients of weights
+  bool passes = false, programmatic = false;
 };
 
 // A number of multiprocessors with a stream of their own (a green context); none where the driver lacks them.
@@ -137,36 +155,26 @@ class Backward {
     GW_CUDA_CHECK(cudaDeviceSynchronize());
   }
 
-  // Returns the median milliseconds of a step.
+  // Returns the median milliseconds of a step with or without products and compression.
   float measure(const Way& way, bool gemms, bool compression) {
-    GW_CUBLAS_CHECK(cublasSetStream(blas_, way.gemms));
-    GW_CUBLAS_CHECK(cublasSetWorkspace(blas_, workspace_, kWorkspaceBytes));
     GW_CUBLAS_CHECK(cublasSetSmCountTarget(blas_, way.gemm_sms));
-    GW_CUDA_CHECK(cudaStreamBeginCapture(way.gemms, cudaStreamCaptureModeRelaxed));
-    for (int layer = 0; layer < kLayers; ++layer) {
-      if (gemms) multiply_layer();
-      if (compression) compress_layer(way, layer);
-    }
-    if (compression) {
-      GW_CUDA_CHECK(cudaEventRecord(all_done_, way.compression));
-      GW_CUDA_CHECK(cudaStreamWaitEvent(way.gemms, all_done_, 0));
-    }
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t executable = nullptr;
-    GW_CUDA_CHECK(cudaStreamEndCapture(way.gemms, &graph));
-    GW_CUDA_CHECK(cudaGraphInstantiateWithFlags(&executable, graph, cudaGraphInstantiateFlagUseNodePriority));
-    std::vector<float> ms(kSteps);
-    for (float& each : ms) {
-      GW_CUDA_CHECK(cudaEventRecord(begin_, way.gemms));
-      GW_CUDA_CHECK(cudaGraphLaunch(executable, way.gemms));
-      GW_CUDA_CHECK(cudaEventRecord(end_, way.gemms));
-      GW_CUDA_CHECK(cudaEventSynchronize(end_));
-      GW_CUDA_CHECK(cudaEventElapsedTime(&each, begin_, end_));
-    }
-    GW_CUDA_CHECK(cudaGraphExecDestroy(executable));
-    GW_CUDA_CHECK(cudaGraphDestroy(graph));
-    std::sort(ms.begin() + kWarmUp, ms.end());
-    return ms[(kWarmUp + kSteps) / 2];
+    const float ms = time(way.gemms, [&] {
+      for (int layer = 0; layer < kLayers; ++layer) {
+        if (gemms) multiply_layer(way.gemms, kRows, {});
+        if (compression) compress_layer(way, layer);
+      }
+      if (compression) wait_for(way.gemms, way.compression);
+    });
+    GW_CUBLAS_CHECK(cublasSetSmCountTarget(blas_, 0));
+    return ms;
+  }
+
+  // Returns the median milliseconds of a step's products alone, each of `rows` rows.
+  float measure(cudaStream_t stream, int rows, const Also& also) {
+    return time(stream, [&] {
+      for (int layer = 0; layer < kLayers; ++layer) multiply_layer(stream, rows, also);
+      if (also.weights != nullptr) wait_for(stream, also.weights);
+    });
   }
 
  private:
@@ -176,19 +184,70 @@ class Backward {
     return event;
   }
 
+  // Returns the median milliseconds of a graph of what `enqueue` enqueues on the stream.
+  template <typename Enqueue>
+  float time(cudaStream_t stream, Enqueue enqueue) {
+    GW_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    enqueue();
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t executable = nullptr;
+    GW_CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+    GW_CUDA_CHECK(cudaGraphInstantiateWithFlags(&executable, graph, cudaGraphInstantiateFlagUseNodePriority));
+    std::vector<float> ms(kSteps);
+    for (float& each : ms) {
+      GW_CUDA_CHECK(cudaEventRecord(begin_, stream));
+      GW_CUDA_CHECK(cudaGraphLaunch(executable, stream));
+      GW_CUDA_CHECK(cudaEventRecord(end_, stream));
+      GW_CUDA_CHECK(cudaEventSynchronize(end_));
+      GW_CUDA_CHECK(cudaEventElapsedTime(&each, begin_, end_));
+    }
+    GW_CUDA_CHECK(cudaGraphExecDestroy(executable));
+    GW_CUDA_CHECK(cudaGraphDestroy(graph));
+    std::sort(ms.begin() + kWarmUp, ms.end());
+    return ms[(kWarmUp + kSteps) / 2];
+  }
+
+  void wait_for(cudaStream_t stream, cudaStream_t other) {
+    GW_CUDA_CHECK(cudaEventRecord(order_, other));
+    GW_CUDA_CHECK(cudaStreamWaitEvent(stream, order_, 0));
+  }
+
+  void multiply(cudaStream_t stream, bool beside, int m, int n, int k) {
+    const float one = 1, zero = 0;
+    GW_CUBLAS_CHECK(cublasSetStream(blas_, stream));
+    GW_CUBLAS_CHECK(cublasSetWorkspace(blas_, workspaces_[beside], kWorkspaceBytes));
+    GW_CUBLAS_CHECK(cublasGemmEx(blas_, CUBLAS_OP_N, CUBLAS_OP_N, n, m, k, &one, operands_, CUDA_R_16BF, n,
+                                 operands_ + kOperand / 2, CUDA_R_16BF, k, &zero,
+                                 beside ? codes_ : operands_ + kOperand, CUDA_R_16BF, n, CUBLAS_COMPUTE_32F,
+                                 CUBLAS_GEMM_DEFAULT));
+  }
+
   // The products of a layer's backward: the gradients of the inputs and of the weights of the MLP's two
   // products, the attention's output and its queries, keys and values.
-  void multiply_layer() {
-    const auto multiply = [&](int m, int n, int k) {
-      const float one = 1, zero = 0;
-      GW_CUBLAS_CHECK(cublasGemmEx(blas_, CUBLAS_OP_N, CUBLAS_OP_N, n, m, k, &one, operands_, CUDA_R_16BF, n,
-                                   operands_ + kOperand / 2, CUDA_R_16BF, k, &zero, operands_ + kOperand,
-                                   CUDA_R_16BF, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
-    };
+  void multiply_layer(cudaStream_t stream, int rows, const Also& also) {
     for (const auto& [in, out] : {std::pair(4, 1), {1, 4}, {1, 1}, {1, 3}}) {
-      multiply(kRows, in * kWidth, out * kWidth);
-      multiply(in * kWidth, out * kWidth, kRows);
+      if (also.weights != nullptr) wait_for(also.weights, stream);
+      multiply(stream, false, rows, in * kWidth, out * kWidth);
+      if (also.passes) pass(stream, int64_t{rows} * in * kWidth, also.programmatic);
+      const bool beside = also.weights != nullptr;
+      multiply(beside ? also.weights : stream, beside, in * kWidth, out * kWidth, rows);
     }
+  }
+
+  // Passes over `count` BF16 values of a product's result.
+  void pass(cudaStream_t stream, int64_t count, bool programmatic) {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(count / 8 / 256));
+    config.blockDim = dim3(256);
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = programmatic ? 1 : 0;
+    GW_CUDA_CHECK(cudaLaunchKernelEx(&config, pass_kernel,
+                                     reinterpret_cast<const uint4*>(operands_ + kOperand),
+                                     reinterpret_cast<uint4*>(codes_), count / 8));
   }
 
   void compress_layer(const Way& way, int layer) {
@@ -205,13 +264,13 @@ class Backward {
 
   cublasHandle_t blas_ = nullptr;
   cudaEvent_t layer_done_[kLayers];
-  cudaEvent_t all_done_ = event_of(cudaEventDisableTiming);
+  cudaEvent_t order_ = event_of(cudaEventDisableTiming);
   cudaEvent_t begin_ = event_of(cudaEventDefault), end_ = event_of(cudaEventDefault);
   float4* gradient_ = allocate<float4>(kLayers * kVectors);
   float4* residual_ = allocate<float4>(kLayers * kVectors);
   uint32_t* codes_ = allocate<uint32_t>(kLayers * kVectors);
   uint32_t* operands_ = allocate<uint32_t>(3 * kOperand / 2);  // pairs of BF16
-  char* workspace_ = allocate<char>(kWorkspaceBytes);
+  char* workspaces_[2] = {allocate<char>(kWorkspaceBytes), allocate<char>(kWorkspaceBytes)};
 };
 
 void run() {
@@ -239,6 +298,15 @@ void run() {
                 products, alone, 17e-6 * 4 * kVectors * kLayers / alone, both,
                 100 * (products + alone - both) / alone);
     std::fflush(stdout);
+  }
+  cudaStream_t weights = stream_of(least);
+  for (int i = 0; i < 2; ++i) {  // twice, because the ways are close
+    const float alone = backward.measure(gemms, kRows, {});
+    std::printf("products: %.3f ms; of 1664 rows %.3f, ", alone, backward.measure(gemms, 1664, {}));
+    std::printf("weights on a second stream %.3f; ", backward.measure(gemms, kRows, {.weights = weights}));
+    std::printf("with %d passes %.3f, ", 4 * kLayers, backward.measure(gemms, kRows, {.passes = true}));
+    std::printf("launched early %.3f\n",
+                backward.measure(gemms, kRows, {.passes = true, .programmatic = true}));
   }
 }
 
