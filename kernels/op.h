@@ -41,11 +41,11 @@ void dispatch(const Stream& stream, const char* name, void (*host_op)(const Args
 }
 
 // Returns 1 for the first stage of an op that leaves its sums to combine_sums() (kernels/vit/elementwise.h),
-// 2 for an op in one launch on CUDA instead of two, because it has at most kOneBlock rows; else 0.
+// 2 for an op in one launch on CUDA instead of two, because one block suffices; else 0.
 template <typename Args>
 int variant_of(const Args& args) {
   if constexpr (requires { args.partial_only; }) return args.partial_only ? 1 : 0;
-  if constexpr (requires { Args::kOneBlock; }) return args.rows <= Args::kOneBlock ? 2 : 0;
+  if constexpr (requires { args.one_block(); }) return args.one_block() ? 2 : 0;
   return 0;
 }
 

@@ -526,14 +526,14 @@ __device__ __forceinline__ float block_reduce(float x, float* shared, Combine co
 
 // A row of up to 1024 elements held as floats in the registers of a group of G lanes, V at a time (16 bytes
 // of the storage type: 4 of FP32, 8 of BF16): read once, used in as many passes as the op needs, written
-// once. Short rows share a warp (G = 8 or 16), so that lanes are not idle.
-
-inline constexpr int kRowThreads = 256;
+// once. Short rows share a warp (G = 8 or 16), so that lanes are not idle. Blocks of slices are small: a
+// model's 1600 rows in blocks of 8 would load half of the multiprocessors twice as much as the others.
+inline constexpr int kRowThreads = 256, kSliceThreads = 64;
 inline constexpr int64_t kLongestSlicedRow = 1024;
 
 template <int G, int Items, int V>
 struct RowSlice {
-  static constexpr int kRowsPerBlock = kRowThreads / G;
+  static constexpr int kRowsPerBlock = kSliceThreads / G;
   static constexpr int kWidth = G * Items * V;
   float v[Items][V];
 
@@ -591,9 +591,9 @@ inline LaunchConfig row_launch(CudaStream stream, int64_t rows, int64_t width) {
 
 template <int G>
 LaunchConfig row_slice_launch(CudaStream stream, int64_t rows) {
-  constexpr int64_t kRows = kRowThreads / G;
+  constexpr int64_t kRows = kSliceThreads / G;
   return {.grid = dim3(static_cast<unsigned>((rows + kRows - 1) / kRows)),
-          .block = dim3(kRowThreads),
+          .block = dim3(kSliceThreads),
           .stream = stream};
 }
 

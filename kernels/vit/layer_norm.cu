@@ -38,15 +38,17 @@ __device__ __forceinline__ void join_branch(const LayerNorm<S>& a, int64_t row, 
 }
 
 template <int G, int Items, typename S>
-__global__ void __launch_bounds__(kRowThreads) layer_norm_slice_kernel(LayerNorm<S> a) {
+__global__ void __launch_bounds__(kSliceThreads) layer_norm_slice_kernel(LayerNorm<S> a) {
   constexpr int V = kVector<S>;
   using Slice = RowSlice<G, Items, V>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * Slice::kRowsPerBlock + Slice::group();
   const bool live = row < a.rows;
   const int width = static_cast<int>(a.width);
   const float inverse_width = 1.0f / static_cast<float>(width);
-  Slice x;
+  Slice x, gamma, beta;
   x.read(a.x + row * a.x_stride, width, live);
+  gamma.read(a.gamma, width, live);  // before the sums, which would delay the loads
+  beta.read(a.beta, width, live);
   if (a.branch != nullptr && live) join_branch(a, row, width, x);
   float sum = 0.0f;
 #pragma unroll
@@ -69,13 +71,8 @@ __global__ void __launch_bounds__(kRowThreads) layer_norm_slice_kernel(LayerNorm
   if (!live) return;
 #pragma unroll
   for (int j = 0; j < Items; ++j) {
-    const int c = Slice::column(j);
-    if (c >= width) continue;
-    float gamma[V], beta[V];
-    load<V>(a.gamma + c, gamma);
-    load<V>(a.beta + c, beta);
 #pragma unroll
-    for (int k = 0; k < V; ++k) x.v[j][k] = x.v[j][k] * rstd * gamma[k] + beta[k];
+    for (int k = 0; k < V; ++k) x.v[j][k] = x.v[j][k] * rstd * gamma.v[j][k] + beta.v[j][k];
   }
   x.write(a.y + row * a.width, width, true);
   if (Slice::lane() == 0) {

@@ -15,7 +15,7 @@ namespace gradwire::cuda {
 namespace {
 
 template <int G, int Items, typename S>
-__global__ void __launch_bounds__(kRowThreads) softmax_slice_kernel(Softmax<S> a) {
+__global__ void __launch_bounds__(kSliceThreads) softmax_slice_kernel(Softmax<S> a) {
   constexpr int V = kVector<S>;
   using Slice = RowSlice<G, Items, V>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * Slice::kRowsPerBlock + Slice::group();
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kRowThreads) softmax_slice_kernel(Softmax<S> a
 }
 
 template <int G, int Items, typename S>
-__global__ void __launch_bounds__(kRowThreads) softmax_backward_slice_kernel(SoftmaxBackward<S> a) {
+__global__ void __launch_bounds__(kSliceThreads) softmax_backward_slice_kernel(SoftmaxBackward<S> a) {
   constexpr int V = kVector<S>;
   using Slice = RowSlice<G, Items, V>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * Slice::kRowsPerBlock + Slice::group();
@@ -316,10 +316,9 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename S>
 void cross_entropy(CudaStream stream, const CrossEntropy<S>& a) {
-  const bool vectors = a.classes % 4 == 0 && aligned(a.logits) &&
-                       reinterpret_cast<uintptr_t>(a.d_logits) % (4 * sizeof(S)) == 0;
-  const int64_t fits = vectors ? LogitTile<4>::kWidth : LogitTile<1>::kWidth;
-  if (a.rows <= CrossEntropy<S>::kOneBlock && a.classes <= fits) {
+  static_assert(LogitTile<4>::kWidth == 1024 && LogitTile<1>::kWidth == 256);  // as one_block() says
+  const bool vectors = a.vectors();
+  if (a.one_block()) {
     const int64_t warps = a.rows > 0 ? a.rows : 1;
     launch("cross_entropy", vectors ? cross_entropy_block_kernel<4, S> : cross_entropy_block_kernel<1, S>,
            {.grid = dim3(1), .block = dim3(static_cast<unsigned>(32 * warps)), .stream = stream}, a);

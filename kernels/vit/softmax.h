@@ -50,7 +50,14 @@ struct CrossEntropy {
   float grad_scale = 1.0f;  // 1 / rows for the mean
   bool accumulate = true;   // adds to `totals`
 
-  static constexpr int64_t kOneBlock = 32;  // rows that one launch handles on CUDA, of up to 1024 classes
+  // Whether CUDA reads four logits at once.
+  bool vectors() const {
+    return classes % 4 == 0 && reinterpret_cast<uintptr_t>(logits) % 16 == 0 &&
+           reinterpret_cast<uintptr_t>(d_logits) % (4 * sizeof(S)) == 0;
+  }
+  static constexpr int64_t kOneBlock = 32;
+  // Whether one launch suffices on CUDA: the rows fit a block, and a row fits a warp's registers.
+  bool one_block() const { return rows <= kOneBlock && classes <= (vectors() ? 1024 : 256); }
 };
 GW_TYPED_OP(cross_entropy, CrossEntropy)
 
