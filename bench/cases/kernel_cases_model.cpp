@@ -249,13 +249,6 @@ const KernelCase kModelCases[] = {
     {"bias_gelu_backward", "bf16", "vit", gelu_backward<Bf16>},
     {"bias_gelu_backward", "tanh", "vit", gelu_backward<float, Gelu::tanh>},
     {"bias_gelu_backward", "tanh bf16", "vit", gelu_backward<Bf16, Gelu::tanh>},
-    {"bias_residual", "", "vit",
-     [](Arena& a, int64_t size) {
-       const int64_t rows = rows_of(size, kWidth), count = rows * kWidth;
-       return problem(bias_residual<float>,
-                      {a.normal(count), a.normal(kWidth), a.normal(count), a.zeros(count), rows, kWidth}, 12,
-                      count, by(rows, kWidth));
-     }},
     {"column_sum", "", "vit", bias_gradient<float>},
     {"column_sum", "bf16", "vit", bias_gradient<Bf16>},
     {"combine_sums", "", "vit",

@@ -128,11 +128,8 @@ void merge_heads(CudaStream stream, const MergeHeads<S>& a) {
                  a.batch * a.tokens, a.heads * a.head_dim);
 }
 
-// column_sum and bias_residual.
-//
 // column_sum reads each element once (FP32 4 B, BF16 2 B), in 16-byte accesses. The partial sums are at most
-// a sixteenth of these bytes. bias_residual reads 8 B (FP32) or 6 B (BF16) and writes 4 B per element. Limit:
-// memory bandwidth. Deterministic: sums in fixed order.
+// a sixteenth of these bytes. Limit: memory bandwidth. Deterministic: sums in fixed order.
 
 namespace {
 
@@ -183,34 +180,6 @@ struct Bias {
   float value[W];
 };
 
-template <typename S>
-struct AddBiasResidual {
-  const S* y;
-  const float *bias, *residual;
-  float* x;
-  int64_t width;
-
-  template <int W>
-  __device__ __forceinline__ Bias<W> column(int64_t c) const {
-    Bias<W> b;
-    load<W>(bias + c, b.value);
-    return b;
-  }
-  template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, const Bias<W>& b) const {
-    const int64_t i = row * width + c;
-    float out[W];
-    load<W>(y + i, out);
-    add<W>(b.value, out);
-    if (residual != nullptr) {
-      float old[W];
-      load<W>(residual + i, old);
-      add<W>(old, out);
-    }
-    store<W>(x + i, out);
-  }
-};
-
 }  // namespace
 
 void combine_sums(CudaStream stream, const CombineSums& a) {
@@ -238,12 +207,6 @@ void column_sum(CudaStream stream, const ColumnSum<S>& a) {
   partial_sums_over_rows<S>("column_sum", stream, vectors, Load<S>{a.x, a.width, a.stride}, a.rows, a.width,
                             a.workspace, a.width, a.batch);
   if (!a.partial_only) combine_sums(stream, {{a.sums()}});
-}
-
-template <typename S>
-void bias_residual(CudaStream stream, const BiasResidual<S>& a) {
-  for_columns<S>("bias_residual", stream, takes_vectors<S>(a.width, a.y, a.bias, a.residual, a.x),
-                 AddBiasResidual<S>{a.y, a.bias, a.residual, a.x, a.width}, a.rows, a.width);
 }
 
 // bias_gelu and bias_gelu_backward by kernels/math/gelu.h: exact GELU in about 45 FP32 operations per

@@ -44,20 +44,8 @@ struct MergeHeads {
   bool inverse = false;
 };
 
-// Biases and residual branches, and the gradient of a bias: a sum over columns.
+// The gradient of a bias: a sum over columns.
 // Shapes and the storage type S: kernels/vit/vit.h.
-
-// Arguments of x (rows, C) = residual + y + bias: a residual branch and the bias of the preceding product, in
-// one pass. Moves 12 B (FP32) or 10 B (BF16) per element. With residual == null: x = y + bias, and y may
-// equal x.
-template <typename S = float>
-struct BiasResidual {
-  const S* y = nullptr;             // (rows, C)
-  const float* bias = nullptr;      // (C)
-  const float* residual = nullptr;  // (rows, C) or null
-  float* x = nullptr;               // (rows, C) out; may equal residual or y
-  int64_t rows = 0, width = 0;
-};
 
 // Arguments of sum (C) = column sums of x (rows, C): a bias gradient. Reads 4 B (FP32) or 2 B (BF16) per
 // element. A batch of arrays `stride` elements apart, with consecutive partial sums, requires partial_only.
@@ -175,7 +163,6 @@ struct AssembleTokensBackward {
   OP(split_heads, SplitHeads)                  \
   OP(split_heads_backward, SplitHeadsBackward) \
   OP(merge_heads, MergeHeads)                  \
-  OP(bias_residual, BiasResidual)              \
   OP(column_sum, ColumnSum)                    \
   OP(bias_gelu, BiasGelu)                      \
   OP(bias_gelu_backward, BiasGeluBackward)     \

@@ -78,7 +78,7 @@ void merge_heads(const MergeHeads<S>& a) {
   });
 }
 
-// Host column_sum and bias_residual.
+// Host column_sum.
 
 namespace {
 
@@ -102,32 +102,6 @@ void column_sum(const ColumnSum<S>& a) {
     });
   }
   if (!a.partial_only) combine_partial_sums(a.sums());
-}
-
-namespace {
-
-template <typename S>
-GW_SIMD void bias_residual_rows(const BiasResidual<S>& a, int64_t begin, int64_t end) {
-  const float* bias = a.bias;
-  for (int64_t r = begin; r < end; ++r) {
-    const S* y = a.y + r * a.width;
-    float* x = a.x + r * a.width;
-    if (a.residual == nullptr) {
-#pragma omp simd
-      for (int64_t c = 0; c < a.width; ++c) x[c] = widen(y[c]) + bias[c];
-    } else {
-      const float* residual = a.residual + r * a.width;
-#pragma omp simd
-      for (int64_t c = 0; c < a.width; ++c) x[c] = residual[c] + (widen(y[c]) + bias[c]);
-    }
-  }
-}
-
-}  // namespace
-
-template <typename S>
-void bias_residual(const BiasResidual<S>& a) {
-  for_rows(a.rows, a.width, [&](int64_t begin, int64_t end) { bias_residual_rows(a, begin, end); });
 }
 
 void combine_sums(const CombineSums& a) {

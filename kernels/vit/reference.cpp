@@ -69,14 +69,6 @@ void merge_heads(const MergeHeads<S>& a) {
 }
 
 template <typename S>
-void bias_residual(const BiasResidual<S>& a) {
-  for (int64_t i = 0; i < a.rows * a.width; ++i) {
-    double old = a.residual != nullptr ? a.residual[i] : 0.0;
-    a.x[i] = static_cast<float>(old + widen(a.y[i]) + a.bias[i % a.width]);
-  }
-}
-
-template <typename S>
 void column_sum(const ColumnSum<S>& a) {
   for (int64_t c = 0; c < a.width; ++c) {
     double sum = 0.0;
