@@ -145,8 +145,8 @@ Problem softmax_rows(Arena& a, int64_t size) {
 template <typename S, Gelu kForm = Gelu::exact>
 Problem gelu(Arena& a, int64_t size) {
   const int64_t rows = rows_of(size, kMlp), count = rows * kMlp;
-  return problem(bias_gelu<S>, {operands<S>(a, count), a.zeros(kMlp), a.zeros<S>(count), rows, kMlp, kForm},
-                 3 * sizeof(S), count, by(rows, kMlp));
+  return problem(bias_gelu<S>, {operands<S>(a, count), a.zeros<S>(count), rows, kMlp, kForm}, 2 * sizeof(S),
+                 count, by(rows, kMlp));
 }
 
 template <typename S, Gelu kForm = Gelu::exact>

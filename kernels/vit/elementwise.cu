@@ -175,11 +175,6 @@ struct Load {
   }
 };
 
-template <int W>
-struct Bias {
-  float value[W];
-};
-
 }  // namespace
 
 void combine_sums(CudaStream stream, const CombineSums& a) {
@@ -212,9 +207,9 @@ void column_sum(CudaStream stream, const ColumnSum<S>& a) {
 // bias_gelu and bias_gelu_backward by kernels/math/gelu.h: exact GELU in about 45 FP32 operations per
 // element, or 20 where the result is rounded to BF16; the tanh form in 30, or 15.
 //
-// Forward: reads 4 B, writes 8 B per element, or without a bias 4; backward: reads 8 B, writes 4 B, and
-// computes the bias gradient in the same pass; BF16 operands move half of these bytes. Limit: memory
-// bandwidth (arithmetic takes about two thirds of the time).
+// Forward: reads 4 B, writes 4 B per element; backward: reads 8 B, writes 4 B, and computes the bias gradient
+// in the same pass; BF16 operands move half of these bytes. Limit: memory bandwidth (arithmetic takes about
+// two thirds of the time).
 
 namespace {
 
@@ -224,30 +219,21 @@ constexpr bool kCoarse = std::is_same_v<S, Bf16>;
 
 template <typename S, Gelu kForm>
 struct Forward {
-  S* x;
-  const float* bias;  // null: no bias
+  const S* x;
   S* y;
   int64_t width;
 
   template <int W>
-  __device__ __forceinline__ Bias<W> column(int64_t c) const {
-    Bias<W> b{};
-    if (bias != nullptr) load<W>(bias + c, b.value);
-    return b;
+  __device__ __forceinline__ int column(int64_t) const {
+    return 0;  // no value depends on the column alone
   }
   template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, const Bias<W>& b) const {
+  __device__ __forceinline__ void at(int64_t row, int64_t c, int) const {
     const int64_t i = row * width + c;
-    float pre[W], out[W];
-    load<W>(x + i, pre);
-    if (bias != nullptr) {
+    float out[W];
+    load<W>(x + i, out);
 #pragma unroll
-      // pre is rounded to the value that the backward pass will read
-      for (int k = 0; k < W; ++k) pre[k] = widen(narrow<S>(pre[k] + b.value[k]));
-      store<W>(x + i, pre);
-    }
-#pragma unroll
-    for (int k = 0; k < W; ++k) out[k] = gelu_of(pre[k], normal_in_form<kForm, kCoarse<S>>(pre[k]));
+    for (int k = 0; k < W; ++k) out[k] = gelu_of(out[k], normal_in_form<kForm, kCoarse<S>>(out[k]));
     store<W>(y + i, out);
   }
 };
@@ -268,11 +254,7 @@ struct Backward {
     for (int k = 0; k < W; ++k) out[k] *= gelu_derivative_of(p[k], normal_in_form<kForm, kCoarse<S>>(p[k]));
     store<W>(d_pre + i, out);
   }
-};
-
-// A backward pass without sums: no value depends on the column alone.
-template <typename S, Gelu kForm>
-struct BackwardAlone : Backward<S, kForm> {
+  // The pass without sums.
   template <int W>
   __device__ __forceinline__ int column(int64_t) const {
     return 0;
@@ -280,14 +262,14 @@ struct BackwardAlone : Backward<S, kForm> {
   template <int W>
   __device__ __forceinline__ void at(int64_t row, int64_t c, int) const {
     float unused[W];
-    Backward<S, kForm>::template at<W>(row, c, unused);
+    at<W>(row, c, unused);
   }
 };
 
 template <Gelu kForm, typename S>
 void forward(CudaStream stream, const BiasGelu<S>& a) {
-  for_columns<S>("bias_gelu", stream, takes_vectors<S>(a.width, a.x, a.bias, a.y),
-                 Forward<S, kForm>{a.x, a.bias, a.y, a.width}, a.rows, a.width);
+  for_columns<S>("bias_gelu", stream, takes_vectors<S>(a.width, a.x, a.y),
+                 Forward<S, kForm>{a.x, a.y, a.width}, a.rows, a.width);
 }
 
 template <Gelu kForm, typename S>
@@ -295,7 +277,7 @@ void backward(CudaStream stream, const BiasGeluBackward<S>& a) {
   const bool vectors = takes_vectors<S>(a.width, a.pre, a.dy, a.d_pre, a.workspace);
   const Backward<S, kForm> op{a.pre, a.dy, a.d_pre, a.width};
   if (a.workspace == nullptr) {
-    for_columns<S>("bias_gelu_backward", stream, vectors, BackwardAlone<S, kForm>{op}, a.rows, a.width);
+    for_columns<S>("bias_gelu_backward", stream, vectors, op, a.rows, a.width);
   } else {
     partial_sums_over_rows<S>("bias_gelu_backward", stream, vectors, op, a.rows, a.width, a.workspace,
                               a.width);

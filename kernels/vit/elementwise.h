@@ -85,16 +85,14 @@ struct CombineSums {
 };
 GW_OP(combine_sums, CombineSums)
 
-// GELU with the bias of the preceding product.
-// Shapes and the storage type S: kernels/vit/vit.h.
+// GELU of a product, which has added its bias. Shapes and the storage type S: kernels/vit/vit.h.
 
-// Arguments of GELU: pre = x + bias (in place in x); y = GELU(pre) = pre * Phi(pre), in either form of Phi.
-// Moves 12 B (FP32) or 6 B (BF16) per element. Without a bias, x is only read: 8 or 4 B.
+// Arguments of GELU: y = GELU(x) = x * Phi(x), in either form of Phi. Moves 8 B (FP32) or 4 B (BF16) per
+// element.
 template <typename S = float>
 struct BiasGelu {
-  S* x = nullptr;               // (rows, F) in: product without bias, out: pre-activation, kept for backward
-  const float* bias = nullptr;  // (F) elements, or null: x already includes the bias
-  S* y = nullptr;               // (rows, F); without a bias it may be x
+  const S* x = nullptr;  // (rows, F) the pre-activation, kept for backward
+  S* y = nullptr;        // (rows, F); may be x
   int64_t rows = 0, width = 0;
   Gelu form = Gelu::exact;
 };

@@ -227,22 +227,11 @@ GW_INLINE float gelu_derivative(float x) {
 }
 
 template <Gelu kForm, typename S>
-GW_INLINE void forward_rows_of(const BiasGelu<S>& a, int64_t begin, int64_t end) {
-  const float* bias = a.bias;
-  for (int64_t r = begin; r < end; ++r) {
-    S *x = a.x + r * a.width, *y = a.y + r * a.width;
-    if (bias == nullptr) {
+GW_INLINE void forward_elements(const BiasGelu<S>& a, int64_t begin, int64_t end) {
+  const S* x = a.x;
+  S* y = a.y;
 #pragma omp simd
-      for (int64_t c = 0; c < a.width; ++c) y[c] = narrow<S>(gelu<kForm>(widen(x[c])));
-      continue;
-    }
-#pragma omp simd
-    for (int64_t c = 0; c < a.width; ++c) {
-      const S pre = narrow<S>(widen(x[c]) + bias[c]);
-      x[c] = pre;
-      y[c] = narrow<S>(gelu<kForm>(widen(pre)));
-    }
-  }
+  for (int64_t i = begin; i < end; ++i) y[i] = narrow<S>(gelu<kForm>(widen(x[i])));
 }
 
 template <Gelu kForm, typename S>
@@ -268,8 +257,9 @@ GW_INLINE void backward_rows_of(const BiasGeluBackward<S>& a, int64_t begin, int
 // Computes either form of GELU, so that the code is compiled once per instruction set.
 template <typename S>
 GW_SIMD void forward_rows(const BiasGelu<S>& a, int64_t begin, int64_t end) {
-  if (a.form == Gelu::tanh) return forward_rows_of<Gelu::tanh>(a, begin, end);
-  forward_rows_of<Gelu::exact>(a, begin, end);
+  begin *= a.width, end *= a.width;
+  if (a.form == Gelu::tanh) return forward_elements<Gelu::tanh>(a, begin, end);
+  forward_elements<Gelu::exact>(a, begin, end);
 }
 template <typename S>
 GW_SIMD void backward_rows(const BiasGeluBackward<S>& a, int64_t begin, int64_t end, float* d_bias) {

@@ -118,7 +118,6 @@ double phi_density(double x, Gelu form) {
 template <typename S>
 void bias_gelu(const BiasGelu<S>& a) {
   for (int64_t i = 0; i < a.rows * a.width; ++i) {
-    if (a.bias != nullptr) a.x[i] = narrow<S>(widen(a.x[i]) + a.bias[i % a.width]);
     const float pre = widen(a.x[i]);
     a.y[i] = rounded<S>(pre * phi_cdf(pre, a.form));
   }
