@@ -171,12 +171,14 @@ Problem bias_gradient(Arena& a, int64_t size) {
 }
 
 // For split, merge and attention, `size` is the size of (B, T, C) in bytes; qkv is three times as large.
-template <bool kInverse>
-Problem merge(Arena& a, int64_t size) {
+template <int kParts>
+Problem move(void (*op)(const Stream&, const Heads<float>&), Arena& a, int64_t size, bool bias = false) {
   const Tokens t(size);
-  return problem(merge_heads<float>,
-                 {a.normal(t.elements), a.zeros(t.elements), t.batch, t.tokens, kHeads, kHeadDim, kInverse},
-                 8, t.elements, t.shape);
+  Heads<float> args{.batch = t.batch, .tokens = t.tokens, .heads = kHeads, .head_dim = kHeadDim};
+  args.rows = a.normal(kParts * t.elements);
+  for (int i = 0; i < kParts; ++i) args.parts[i] = a.normal(t.elements);
+  if (bias) args.bias = a.normal(kParts * kWidth);
+  return problem(op, args, 8 * kParts, t.elements, t.shape);
 }
 
 template <typename S>
@@ -260,24 +262,12 @@ const KernelCase kModelCases[] = {
        args.of[0].sums = {a.zeros(kWidth), a.zeros(kWidth), a.zeros(kWidth)};
        return problem(combine_sums, args, 4, count, by(rows, 3 * kWidth));
      }},
-    {"split_heads", "", "vit",
-     [](Arena& a, int64_t size) {
-       const Tokens t(size);
-       return problem(split_heads<float>,
-                      {a.normal(3 * t.elements), a.normal(3 * kWidth), a.zeros(t.elements),
-                       a.zeros(t.elements), a.zeros(t.elements), t.batch, t.tokens, kHeads, kHeadDim},
-                      24, t.elements, t.shape);
-     }},
-    {"split_heads_backward", "", "vit",
-     [](Arena& a, int64_t size) {
-       const Tokens t(size);
-       return problem(split_heads_backward<float>,
-                      {a.normal(t.elements), a.normal(t.elements), a.normal(t.elements),
-                       a.zeros(3 * t.elements), t.batch, t.tokens, kHeads, kHeadDim},
-                      24, t.elements, t.shape);
-     }},
-    {"merge_heads", "", "vit", merge<false>},
-    {"merge_heads", "inverse", "vit", merge<true>},
+    {"split_heads", "", "vit", [](Arena& a, int64_t size) { return move<1>(split_heads<float>, a, size); }},
+    {"split_heads", "qkv", "vit",
+     [](Arena& a, int64_t size) { return move<3>(split_heads<float>, a, size, true); }},
+    {"merge_heads", "", "vit", [](Arena& a, int64_t size) { return move<1>(merge_heads<float>, a, size); }},
+    {"merge_heads", "qkv", "vit",
+     [](Arena& a, int64_t size) { return move<3>(merge_heads<float>, a, size); }},
     {"attention", "", "vit", attend<float>},
     {"attention", "bf16", "vit", attend<Bf16>},
     {"attention_backward", "", "vit", attend_backward<float>},

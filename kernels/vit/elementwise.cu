@@ -1,8 +1,8 @@
-// split_heads, split_heads_backward and merge_heads: permutations of runs of head_dim elements.
+// split_heads and merge_heads: permutations of runs of head_dim elements.
 //
-// A thread keeps its column of the (B * T, 3C) or (B * T, C) side, so the column is divided into part, head
-// and dim only once. This side is read or written in whole lines, the other side in runs of head_dim
-// elements. Limit: memory bandwidth.
+// A thread keeps its column of the rows (B * T, parts * C), so the column is divided into part, head and dim
+// only once. The rows are read or written in whole lines, the parts in runs of head_dim elements. Limit:
+// memory bandwidth.
 #include "kernels/vit/elementwise.h"
 
 #include <tuple>
@@ -14,118 +14,57 @@
 namespace gradwire::cuda {
 namespace {
 
-// The place of a merged column on the split side, (B, H, T, D), relative to image and token.
-struct Place {
-  int64_t offset = 0;  // head * tokens * dim + d
-  int part = 0;        // q, k or v
-};
-
-struct Layout {
-  int64_t tokens, heads, dim;
-  Divider by_tokens;
-  __device__ __forceinline__ Place place(int64_t c) const {
-    const int64_t width = heads * dim;
-    const int64_t part = c / width, within = c - part * width;
-    const int64_t head = within / dim;
-    return {head * tokens * dim + (within - head * dim), static_cast<int>(part)};
-  }
-  // Returns the element of the split side for row (image, token).
-  __device__ __forceinline__ int64_t element(int64_t row, const Place& p) const {
-    const int64_t image = by_tokens.divide(row);  // leaves the token in `row`
-    return image * heads * tokens * dim + row * dim + p.offset;
-  }
-};
-
-template <int W>
-struct BiasedPlace {
-  Place place;
+template <typename S, int W>
+struct HeadColumn {
+  S* part;  // the column's element of image 0, token 0
   float bias[W];
 };
 
-template <typename S>
-struct Split {
-  Layout layout;
-  const S* qkv;
-  const float* bias;
-  S *q, *k, *v;
+template <bool kSplit, typename S>
+struct MoveHeads {
+  Heads<S> a;
+  int64_t width;
+  Divider by_tokens;
 
   template <int W>
-  __device__ __forceinline__ BiasedPlace<W> column(int64_t c) const {
-    BiasedPlace<W> out{layout.place(c), {}};
-    if (bias != nullptr) load<W>(bias + c, out.bias);
+  __device__ __forceinline__ HeadColumn<S, W> column(int64_t c) const {
+    const int64_t of_part = a.heads * a.head_dim, part = c / of_part, within = c - part * of_part;
+    const int64_t head = within / a.head_dim;
+    S* const first = part == 0 ? a.parts[0] : part == 1 ? a.parts[1] : a.parts[2];
+    HeadColumn<S, W> out{first + head * a.tokens * a.head_dim + (within - head * a.head_dim), {}};
+    if (kSplit && a.bias != nullptr) load<W>(a.bias + c, out.bias);
     return out;
   }
   template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, const BiasedPlace<W>& p) const {
+  __device__ __forceinline__ void at(int64_t row, int64_t c, const HeadColumn<S, W>& column) const {
+    int64_t token = row;
+    const int64_t image = by_tokens.divide(token);
+    S* const in_rows = a.rows + row * width + c;
+    S* const in_part = column.part + (image * a.heads * a.tokens + token) * a.head_dim;
     float x[W];
-    load<W>(qkv + row * 3 * layout.heads * layout.dim + c, x);
-    add<W>(p.bias, x);
-    S* out = p.place.part == 0 ? q : p.place.part == 1 ? k : v;
-    store<W>(out + layout.element(row, p.place), x);
+    load<W>(kSplit ? in_rows : in_part, x);
+    if (kSplit && a.bias != nullptr) add<W>(column.bias, x);
+    store<W>(kSplit ? in_part : in_rows, x);
   }
 };
 
-template <typename S>
-struct SplitBackward {
-  Layout layout;
-  const S *dq, *dk, *dv;
-  S* d_qkv;
-
-  template <int W>
-  __device__ __forceinline__ Place column(int64_t c) const {
-    return layout.place(c);
-  }
-  template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, const Place& p) const {
-    const S* in = p.part == 0 ? dq : p.part == 1 ? dk : dv;
-    float x[W];
-    load<W>(in + layout.element(row, p), x);
-    store<W>(d_qkv + row * 3 * layout.heads * layout.dim + c, x);
-  }
-};
-
-template <typename S>
-struct Merge {
-  Layout layout;
-  const S* in;
-  S* out;
-  bool inverse;
-
-  template <int W>
-  __device__ __forceinline__ Place column(int64_t c) const {
-    return layout.place(c);
-  }
-  template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, const Place& p) const {
-    const int64_t merged = row * layout.heads * layout.dim + c, split = layout.element(row, p);
-    float x[W];
-    load<W>(in + (inverse ? merged : split), x);
-    store<W>(out + (inverse ? split : merged), x);
-  }
-};
+template <bool kSplit, typename S>
+void move_heads(const char* name, CudaStream stream, const Heads<S>& a) {
+  for_columns<S>(name, stream,
+                 takes_vectors<S>(a.head_dim, a.rows, a.bias, a.parts[0], a.parts[1], a.parts[2]),
+                 MoveHeads<kSplit, S>{a, a.width(), Divider(a.tokens)}, a.batch * a.tokens, a.width());
+}
 
 }  // namespace
 
 template <typename S>
-void split_heads(CudaStream stream, const SplitHeads<S>& a) {
-  for_columns<S>("split_heads", stream, takes_vectors<S>(a.head_dim, a.qkv, a.bias, a.q, a.k, a.v),
-                 Split<S>{{a.tokens, a.heads, a.head_dim, Divider(a.tokens)}, a.qkv, a.bias, a.q, a.k, a.v},
-                 a.batch * a.tokens, 3 * a.heads * a.head_dim);
+void split_heads(CudaStream stream, const Heads<S>& a) {
+  move_heads<true>("split_heads", stream, a);
 }
 
 template <typename S>
-void split_heads_backward(CudaStream stream, const SplitHeadsBackward<S>& a) {
-  for_columns<S>(
-      "split_heads_backward", stream, takes_vectors<S>(a.head_dim, a.dq, a.dk, a.dv, a.d_qkv),
-      SplitBackward<S>{{a.tokens, a.heads, a.head_dim, Divider(a.tokens)}, a.dq, a.dk, a.dv, a.d_qkv},
-      a.batch * a.tokens, 3 * a.heads * a.head_dim);
-}
-
-template <typename S>
-void merge_heads(CudaStream stream, const MergeHeads<S>& a) {
-  for_columns<S>("merge_heads", stream, takes_vectors<S>(a.head_dim, a.in, a.out),
-                 Merge<S>{{a.tokens, a.heads, a.head_dim, Divider(a.tokens)}, a.in, a.out, a.inverse},
-                 a.batch * a.tokens, a.heads * a.head_dim);
+void merge_heads(CudaStream stream, const Heads<S>& a) {
+  move_heads<false>("merge_heads", stream, a);
 }
 
 // column_sum reads each element once (FP32 4 B, BF16 2 B), in 16-byte accesses. The partial sums are at most

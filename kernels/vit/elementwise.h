@@ -12,36 +12,18 @@
 
 namespace gradwire {
 
-// Splits qkv (B, T, 3C) + bias (3C) into q, k, v, each (B, H, T, D). Moves 24 B (FP32) or 12 B (BF16) per
-// element (b, t, c).
+// A matrix (B, H, T, D) for each of one or three parts, such as q, k and v, and the rows (B, T, parts * C)
+// that hold the parts side by side. split_heads: parts = rows + bias; merge_heads: rows = parts, the inverse,
+// without the bias. Moves 8 B (FP32) or 4 B (BF16) per element of the rows.
 template <typename S = float>
-struct SplitHeads {
-  const S* qkv = nullptr;
-  const float* bias = nullptr;  // null: no bias
-  S* q = nullptr;
-  S* k = nullptr;
-  S* v = nullptr;
+struct Heads {
+  S* rows = nullptr;
+  std::array<S*, 3> parts = {};  // null: the second and third of one part
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
-};
+  const float* bias = nullptr;  // (parts * C), only to split; null: no bias
 
-// Merges gradients, the inverse of the split: dq, dk, dv (B, H, T, D) -> d_qkv (B, T, 3C). Moves 24 B (FP32)
-// or 12 B (BF16) per element (b, t, c).
-template <typename S = float>
-struct SplitHeadsBackward {
-  const S* dq = nullptr;
-  const S* dk = nullptr;
-  const S* dv = nullptr;
-  S* d_qkv = nullptr;
-  int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
-};
-
-// Merges (B, H, T, D) into (B, T, C), or splits with `inverse`. Moves 8 B (FP32) or 4 B (BF16) per element.
-template <typename S = float>
-struct MergeHeads {
-  const S* in = nullptr;
-  S* out = nullptr;
-  int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
-  bool inverse = false;
+  int64_t count() const { return (parts[1] != nullptr ? 3 : 1) * heads; }
+  int64_t width() const { return count() * head_dim; }
 };
 
 // The gradient of a bias: a sum over columns.
@@ -157,15 +139,14 @@ struct AssembleTokensBackward {
   bool accumulate = false;  // adds to the parameter gradients; d_projected is overwritten
 };
 
-#define GW_ELEMENTWISE_OPS(OP)                 \
-  OP(split_heads, SplitHeads)                  \
-  OP(split_heads_backward, SplitHeadsBackward) \
-  OP(merge_heads, MergeHeads)                  \
-  OP(column_sum, ColumnSum)                    \
-  OP(bias_gelu, BiasGelu)                      \
-  OP(bias_gelu_backward, BiasGeluBackward)     \
-  OP(patchify, Patchify)                       \
-  OP(assemble_tokens, AssembleTokens)          \
+#define GW_ELEMENTWISE_OPS(OP)             \
+  OP(split_heads, Heads)                   \
+  OP(merge_heads, Heads)                   \
+  OP(column_sum, ColumnSum)                \
+  OP(bias_gelu, BiasGelu)                  \
+  OP(bias_gelu_backward, BiasGeluBackward) \
+  OP(patchify, Patchify)                   \
+  OP(assemble_tokens, AssembleTokens)      \
   OP(assemble_tokens_backward, AssembleTokensBackward)
 GW_ELEMENTWISE_OPS(GW_TYPED_OP)
 

@@ -1,4 +1,4 @@
-// Host split_heads, split_heads_backward and merge_heads: copies of head_dim floats.
+// Host split_heads and merge_heads: copies of head_dim elements.
 #include <algorithm>
 #include <cstring>
 
@@ -9,19 +9,20 @@
 namespace gradwire::host {
 namespace {
 
-// Copies in(token, head, d), plus the bias, to out(token, head, d) for one image; strides in elements; `bias`
-// may be null.
-template <typename S>
-GW_SIMD void move_heads(const S* in, int64_t in_token, int64_t in_head, const float* bias, S* out,
-                        int64_t out_token, int64_t out_head, int64_t tokens, int64_t heads, int64_t dim) {
-  for (int64_t h = 0; h < heads; ++h) {
-    const float* head_bias = bias != nullptr ? bias + h * dim : nullptr;
-    for (int64_t t = 0; t < tokens; ++t) {
-      const S* from = in + t * in_token + h * in_head;
-      S* to = out + t * out_token + h * out_head;
-      if (head_bias != nullptr) {
+// Copies the rows of image b to its parts, plus the bias, or back.
+template <bool kSplit, typename S>
+GW_SIMD void move_heads(const Heads<S>& a, int64_t b) {
+  const int64_t dim = a.head_dim, width = a.width();
+  for (int64_t i = 0; i < a.count(); ++i) {
+    S* part = a.parts[i / a.heads] + (b * a.heads + i % a.heads) * a.tokens * dim;
+    S* row = a.rows + b * a.tokens * width + i * dim;
+    const float* bias = a.bias + i * dim;
+    for (int64_t t = 0; t < a.tokens; ++t, part += dim, row += width) {
+      const S* from = kSplit ? row : part;
+      S* to = kSplit ? part : row;
+      if (kSplit && a.bias != nullptr) {
 #pragma omp simd
-        for (int64_t d = 0; d < dim; ++d) to[d] = narrow<S>(widen(from[d]) + head_bias[d]);
+        for (int64_t d = 0; d < dim; ++d) to[d] = narrow<S>(widen(from[d]) + bias[d]);
       } else {
 #pragma omp simd
         for (int64_t d = 0; d < dim; ++d) to[d] = from[d];
@@ -33,48 +34,16 @@ GW_SIMD void move_heads(const S* in, int64_t in_token, int64_t in_head, const fl
 }  // namespace
 
 template <typename S>
-void split_heads(const SplitHeads<S>& a) {
-  const int64_t width = a.heads * a.head_dim, image = a.tokens * width;
-  for_rows(a.batch, 3 * image, [&](int64_t begin, int64_t end) {
-    S* outputs[3] = {a.q, a.k, a.v};
-    for (int64_t b = begin; b < end; ++b) {
-      for (int part = 0; part < 3; ++part) {
-        move_heads(a.qkv + b * 3 * image + part * width, 3 * width, a.head_dim,
-                   a.bias != nullptr ? a.bias + part * width : nullptr, outputs[part] + b * image, a.head_dim,
-                   a.tokens * a.head_dim, a.tokens, a.heads, a.head_dim);
-      }
-    }
+void split_heads(const Heads<S>& a) {
+  for_rows(a.batch, a.tokens * a.width(), [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) move_heads<true>(a, b);
   });
 }
 
 template <typename S>
-void split_heads_backward(const SplitHeadsBackward<S>& a) {
-  const int64_t width = a.heads * a.head_dim, image = a.tokens * width;
-  for_rows(a.batch, 3 * image, [&](int64_t begin, int64_t end) {
-    const S* inputs[3] = {a.dq, a.dk, a.dv};
-    for (int64_t b = begin; b < end; ++b) {
-      for (int part = 0; part < 3; ++part) {
-        move_heads(inputs[part] + b * image, a.head_dim, a.tokens * a.head_dim, nullptr,
-                   a.d_qkv + b * 3 * image + part * width, 3 * width, a.head_dim, a.tokens, a.heads,
-                   a.head_dim);
-      }
-    }
-  });
-}
-
-template <typename S>
-void merge_heads(const MergeHeads<S>& a) {
-  const int64_t width = a.heads * a.head_dim, image = a.tokens * width, head = a.tokens * a.head_dim;
-  for_rows(a.batch, image, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) {
-      if (a.inverse) {
-        move_heads(a.in + b * image, width, a.head_dim, nullptr, a.out + b * image, a.head_dim, head,
-                   a.tokens, a.heads, a.head_dim);
-      } else {
-        move_heads(a.in + b * image, a.head_dim, head, nullptr, a.out + b * image, width, a.head_dim,
-                   a.tokens, a.heads, a.head_dim);
-      }
-    }
+void merge_heads(const Heads<S>& a) {
+  for_rows(a.batch, a.tokens * a.width(), [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) move_heads<false>(a, b);
   });
 }
 
