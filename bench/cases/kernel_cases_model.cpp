@@ -268,10 +268,10 @@ const KernelCase kModelCases[] = {
     {"merge_heads", "", "vit", [](Arena& a, int64_t size) { return move<1>(merge_heads<float>, a, size); }},
     {"merge_heads", "qkv", "vit",
      [](Arena& a, int64_t size) { return move<3>(merge_heads<float>, a, size); }},
-    {"attention", "", "vit", attend<float>},
-    {"attention", "bf16", "vit", attend<Bf16>},
-    {"attention_backward", "", "vit", attend_backward<float>},
-    {"attention_backward", "bf16", "vit", attend_backward<Bf16>},
+    {"attention", "", "vit", attend<float>, false},
+    {"attention", "bf16", "vit", attend<Bf16>, false},
+    {"attention_backward", "", "vit", attend_backward<float>, false},
+    {"attention_backward", "bf16", "vit", attend_backward<Bf16>, false},
     {"cross_entropy", "", "vit",
      [](Arena& a, int64_t size) {
        const int64_t rows = rows_of(size, kClasses), count = rows * kClasses;

@@ -4,6 +4,7 @@
 #include <limits>
 #include <vector>
 
+#include "kernels/simd/vector.h"
 #include "kernels/vit/vit.h"
 
 namespace gradwire::reference {
@@ -404,3 +405,25 @@ GW_INSTANTIATE_OP(attention_backward, AttentionBackward)
 GW_ELEMENTWISE_OPS(GW_INSTANTIATE_OP)
 
 }  // namespace gradwire::reference
+
+// Attention on the host, for tests: models use products and softmax there, which are faster.
+namespace gradwire::host {
+
+template <typename S>
+void attention(const Attention<S>& a) {
+  reference::attention(a);
+}
+
+template <typename S>
+void attention_backward(const AttentionBackward<S>& a) {
+  AttentionBackward<S> whole = a;  // its sums are the first row of partial sums, and the other rows zero
+  std::fill_n(a.workspace, attention_backward_workspace(a.batch, a.tokens, a.heads * a.head_dim), 0.0f);
+  whole.d_bias = a.workspace, whole.accumulate = false;
+  if (a.batch > 0) reference::attention_backward(whole);
+  if (!a.partial_only) combine_partial_sums(a.sums());
+}
+
+GW_INSTANTIATE_OP(attention, Attention)
+GW_INSTANTIATE_OP(attention_backward, AttentionBackward)
+
+}  // namespace gradwire::host
