@@ -42,7 +42,13 @@ namespace gradwire::cuda {
 // A product of cuBLASLt: its descriptors, and the algorithm that it always uses (see gemm_cuda.cpp).
 
 // Throws OutOfResources or DeviceError if a call of cuBLAS failed.
-void check_cublas(cublasStatus_t status, const char* call);
+void check_cublas(cublasStatus_t status, const char* call) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  const std::string text =
+      fmt::format("{}: {}: {}", call, cublasGetStatusName(status), cublasGetStatusString(status));
+  if (status == CUBLAS_STATUS_ALLOC_FAILED) throw OutOfResources(text);
+  throw DeviceError(text);
+}
 #define GW_CUBLAS_CHECK(call) ::gradwire::cuda::check_cublas((call), #call)
 
 inline cudaDataType_t cuda_type(Element type) {
@@ -55,12 +61,21 @@ inline cublasComputeType_t compute_type(Precision precision) {
 
 // Returns the largest power of two, up to 256, that divides the address: the alignment that an algorithm may
 // assume.
-uint32_t alignment_of(const void* pointer);
+uint32_t alignment_of(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer) | 256u;
+  return static_cast<uint32_t>(address & (~address + 1));
+}
 // Returns the alignment that all matrices of a batch have.
-uint32_t alignment_of(const void* pointer, int64_t stride, Element type, int64_t batch);
+uint32_t alignment_of(const void* pointer, int64_t stride, Element type, int64_t batch) {
+  const auto between = static_cast<uintptr_t>(batch > 1 ? stride * element_bytes(type) : 0);
+  return alignment_of(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(pointer) | between));
+}
 
-// Owns one of cuBLASLt's descriptors.
-template <typename T, cublasStatus_t (*kDestroy)(T)>
+inline void ignore(cublasStatus_t) {}
+
+// Owns a handle of cuBLAS or of the CUDA runtime. The destructor may run at thread exit, after the driver has
+// shut down, so a failure cannot be handled.
+template <typename T, auto kDestroy>
 class Owned {
  public:
   Owned() = default;
@@ -70,7 +85,7 @@ class Owned {
     return *this;
   }
   ~Owned() {
-    if (value_ != nullptr) kDestroy(value_);
+    if (value_ != nullptr) ignore(kDestroy(value_));
   }
   T* out() { return &value_; }
   T get() const { return value_; }
@@ -81,6 +96,7 @@ class Owned {
 using Operation = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
 using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
 using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
+using CudaMemory = Owned<void*, cudaFree>;
 
 // The tuning file for a kind of product whose algorithm is to be found by timing.
 struct Tuning {
@@ -175,10 +191,9 @@ std::string kind_of(const Gemm& g) {
 // One thread's products on one stream, with the handle, the workspace and the plans.
 class Context {
  public:
-  // Creates the handles. Delegates, so that a failure halfway runs the destructor.
-  Context(int device, CudaStream stream) : Context() {
-    GW_CUBLAS_CHECK(cublasCreate(&handle_));
-    GW_CUBLAS_CHECK(cublasSetStream(handle_, stream));
+  Context(int device, CudaStream stream) {
+    GW_CUBLAS_CHECK(cublasCreate(handle_.out()));
+    GW_CUBLAS_CHECK(cublasSetStream(handle_.get(), stream));
     int major = 0;
     GW_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     cudaDeviceProp properties = {};
@@ -187,27 +202,18 @@ class Context {
     const size_t workspace_bytes = size_t{major >= 9 ? 32u : 4u}
                                    << 20;  // the size that NVIDIA's documentation recommends
     const Ones ones;
-    GW_CUDA_CHECK(cudaMalloc(&workspace_, workspace_bytes + sizeof ones));
-    ones_ = reinterpret_cast<const Ones*>(static_cast<const char*>(workspace_) + workspace_bytes);
+    GW_CUDA_CHECK(cudaMalloc(workspace_.out(), workspace_bytes + sizeof ones));
+    ones_ = reinterpret_cast<const Ones*>(static_cast<const char*>(workspace_.get()) + workspace_bytes);
     GW_CUDA_CHECK(
         cudaMemcpyAsync(const_cast<Ones*>(ones_), &ones, sizeof ones, cudaMemcpyHostToDevice, stream));
-    GW_CUBLAS_CHECK(cublasSetWorkspace(handle_, workspace_, workspace_bytes));
+    GW_CUBLAS_CHECK(cublasSetWorkspace(handle_.get(), workspace_.get(), workspace_bytes));
     // A cuBLAS handle contains a cuBLASLt handle and may be used as one.
-    lt_ = {reinterpret_cast<cublasLtHandle_t>(handle_), stream, workspace_, workspace_bytes,
+    lt_ = {reinterpret_cast<cublasLtHandle_t>(handle_.get()), stream, workspace_.get(), workspace_bytes,
            static_cast<size_t>(properties.l2CacheSize)};
     GW_CUBLAS_CHECK(cublasSetMathMode(
-        handle_,
+        handle_.get(),
         static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
   }
-  ~Context() {
-    // The destructor runs at thread exit, possibly after the driver has shut down, so a failure cannot be
-    // handled.
-    plans_.clear();
-    cublasDestroy(handle_);
-    ignore(cudaFree(workspace_));
-  }
-  Context(const Context&) = delete;
-  Context& operator=(const Context&) = delete;
 
   // Runs the product by a plan. Returns false when cuBLASLt has no algorithm for the product.
   bool planned(const Gemm& g) {
@@ -227,7 +233,7 @@ class Context {
   void batch(const Gemm& g) {
     auto distance = [](int64_t ld) { return static_cast<int>(std::max<int64_t>(1, ld)); };
     GW_CUBLAS_CHECK(cublasGemmStridedBatchedEx(
-        handle_, g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
+        handle_.get(), g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
         static_cast<int>(g.n), static_cast<int>(g.m), static_cast<int>(g.k), &g.alpha, g.b.data,
         cuda_type(g.b.type), distance(g.ldb), g.stride_b, g.a.data, cuda_type(g.a.type), distance(g.lda),
         g.stride_a, &g.beta, g.c.data, cuda_type(g.c.type), distance(g.ldc), g.stride_c,
@@ -256,8 +262,6 @@ class Context {
   }
 
  private:
-  Context() = default;
-
   struct Ones {
     float fp32 = 1.0f;
     Bf16 bf16 = narrow<Bf16>(1.0f);
@@ -270,8 +274,8 @@ class Context {
   }
 
   std::string device_name_;
-  cublasHandle_t handle_ = nullptr;
-  void* workspace_ = nullptr;
+  CudaMemory workspace_;  // destroyed after the handle
+  Owned<cublasHandle_t, cublasDestroy> handle_;
   LtContext lt_;
   const Ones* ones_ = nullptr;  // ones in device memory, after the workspace
   std::map<PlanKey, std::unique_ptr<Plan>> plans_;
@@ -326,69 +330,18 @@ void gemm(CudaStream stream, const Gemm& g) {
   if (!planned) context.batch(product);
 }
 
-void check_cublas(cublasStatus_t status, const char* call) {
-  if (status == CUBLAS_STATUS_SUCCESS) return;
-  const std::string text =
-      fmt::format("{}: {}: {}", call, cublasGetStatusName(status), cublasGetStatusString(status));
-  if (status == CUBLAS_STATUS_ALLOC_FAILED) throw OutOfResources(text);
-  throw DeviceError(text);
-}
-
-uint32_t alignment_of(const void* pointer) {
-  const auto address = reinterpret_cast<uintptr_t>(pointer) | 256u;
-  return static_cast<uint32_t>(address & (~address + 1));
-}
-uint32_t alignment_of(const void* pointer, int64_t stride, Element type, int64_t batch) {
-  const auto between = static_cast<uintptr_t>(batch > 1 ? stride * element_bytes(type) : 0);
-  return alignment_of(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(pointer) | between));
-}
-
 namespace {
 
 // The most algorithms that cuBLASLt is asked for, and how many of them, the fastest of the first round, are
 // timed as in a step.
 constexpr int kMaxFound = 128, kFinalists = 8;
 
-class CudaMemory {
- public:
-  // Allocates device memory; get() is null if there is not enough.
-  explicit CudaMemory(size_t bytes) {
-    const cudaError_t status = cudaMalloc(&data_, bytes);
-    if (status == cudaErrorMemoryAllocation) {
-      cudaGetLastError();  // clear the sticky error
-      data_ = nullptr;
-      return;
-    }
-    check(status, "cudaMalloc");
-  }
-  ~CudaMemory() { ignore(cudaFree(data_)); }
-  CudaMemory(const CudaMemory&) = delete;
-  CudaMemory& operator=(const CudaMemory&) = delete;
-  void* get() const { return data_; }
-
- private:
-  void* data_ = nullptr;
-};
-
-// Owns a handle of the CUDA runtime.
-template <typename T, cudaError_t (*kDestroy)(T)>
-struct Destroy {
-  using pointer = T;
-  void operator()(T handle) const { ignore(kDestroy(handle)); }
-};
-template <typename T, cudaError_t (*kDestroy)(T)>
-using Handle = std::unique_ptr<std::remove_pointer_t<T>, Destroy<T, kDestroy>>;
-using Event = Handle<cudaEvent_t, cudaEventDestroy>;
-
 // Returns the milliseconds that `enqueue` takes on the stream: the least of three runs after a first.
 template <typename Enqueue>
 float time_ms(const Enqueue& enqueue, CudaStream stream) {
-  const auto make_event = [] {
-    cudaEvent_t event = nullptr;
-    GW_CUDA_CHECK(cudaEventCreate(&event));
-    return Event(event);
-  };
-  const Event begin = make_event(), end = make_event();
+  Owned<cudaEvent_t, cudaEventDestroy> begin, end;
+  GW_CUDA_CHECK(cudaEventCreate(begin.out()));
+  GW_CUDA_CHECK(cudaEventCreate(end.out()));
   enqueue();
   float best = std::numeric_limits<float>::infinity();
   for (int time = 0; time < 3; ++time) {
@@ -410,22 +363,19 @@ template <typename Run>
 float time_in_graph_ms(const Run& run, void* memory, size_t bytes, CudaStream stream) {
   constexpr int kRuns = 8;
   GW_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  cudaGraph_t captured = nullptr;
+  Owned<cudaGraph_t, cudaGraphDestroy> graph;
   try {
     for (int i = 0; i < kRuns; ++i) {
       GW_CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream));
       run();
     }
   } catch (...) {
-    ignore(cudaStreamEndCapture(stream, &captured));
-    if (captured != nullptr) ignore(cudaGraphDestroy(captured));
+    ignore(cudaStreamEndCapture(stream, graph.out()));
     throw;
   }
-  GW_CUDA_CHECK(cudaStreamEndCapture(stream, &captured));
-  const Handle<cudaGraph_t, cudaGraphDestroy> graph(captured);
-  cudaGraphExec_t instance = nullptr;
-  GW_CUDA_CHECK(cudaGraphInstantiate(&instance, graph.get(), 0));
-  const Handle<cudaGraphExec_t, cudaGraphExecDestroy> executable(instance);
+  GW_CUDA_CHECK(cudaStreamEndCapture(stream, graph.out()));
+  Owned<cudaGraphExec_t, cudaGraphExecDestroy> executable;
+  GW_CUDA_CHECK(cudaGraphInstantiate(executable.out(), graph.get(), 0));
   return time_ms([&] { GW_CUDA_CHECK(cudaGraphLaunch(executable.get(), stream)); }, stream);
 }
 
@@ -544,8 +494,13 @@ void Plan::choose(const LtContext& context, const ColumnMajorGemm& g, const Tuni
   const int64_t elements = (g.batch - 1) * g.d.stride + g.d.ld * g.d.columns;
   const auto bytes = static_cast<size_t>(elements * element_bytes(g.d.type));
   const size_t flushed = 2 * context.cache_bytes;
-  const CudaMemory scratch(bytes + flushed);
-  if (scratch.get() == nullptr) return;  // use cuBLASLt's first choice
+  CudaMemory scratch;
+  const cudaError_t status = cudaMalloc(scratch.out(), bytes + flushed);
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // clears the sticky error
+    return;              // use cuBLASLt's first choice
+  }
+  check(status, "cudaMalloc");
   trial.d.data = scratch.get();
   const auto product = [&] { run(context, trial, 1.0f, 0.0f); };
   std::vector<std::pair<float, cublasLtMatmulAlgo_t>> timed;
