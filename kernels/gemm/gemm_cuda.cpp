@@ -38,8 +38,7 @@
 #include "runtime/threads/thread.h"
 
 namespace gradwire::cuda {
-
-// A product of cuBLASLt: its descriptors, and the algorithm that it always uses (see gemm_cuda.cpp).
+namespace {
 
 // Throws OutOfResources or DeviceError if a call of cuBLAS failed.
 void check_cublas(cublasStatus_t status, const char* call) {
@@ -51,11 +50,11 @@ void check_cublas(cublasStatus_t status, const char* call) {
 }
 #define GW_CUBLAS_CHECK(call) ::gradwire::cuda::check_cublas((call), #call)
 
-inline cudaDataType_t cuda_type(Element type) {
+cudaDataType_t cuda_type(Element type) {
   return type == Element::bf16 ? CUDA_R_16BF : CUDA_R_32F;
 }
 
-inline cublasComputeType_t compute_type(Precision precision) {
+cublasComputeType_t compute_type(Precision precision) {
   return precision == Precision::tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
 }
 
@@ -71,8 +70,6 @@ uint32_t alignment_of(const void* pointer, int64_t stride, Element type, int64_t
   return alignment_of(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(pointer) | between));
 }
 
-inline void ignore(cublasStatus_t) {}
-
 // Owns a handle of cuBLAS or of the CUDA runtime. The destructor may run at thread exit, after the driver has
 // shut down, so a failure cannot be handled.
 template <typename T, auto kDestroy>
@@ -85,12 +82,14 @@ class Owned {
     return *this;
   }
   ~Owned() {
-    if (value_ != nullptr) ignore(kDestroy(value_));
+    if (value_ != nullptr) drop(kDestroy(value_));
   }
   T* out() { return &value_; }
   T get() const { return value_; }
 
  private:
+  static void drop(cudaError_t status) { ignore(status); }
+  static void drop(cublasStatus_t) {}
   T value_ = nullptr;
 };
 using Operation = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
@@ -112,23 +111,204 @@ struct LtContext {
   size_t cache_bytes = 0;  // size of the device's L2 cache
 };
 
+// The most algorithms that cuBLASLt is asked for, and how many of them, the fastest of the first round, are
+// timed as in a step.
+constexpr int kMaxFound = 128, kFinalists = 8;
+
+// Returns the milliseconds that `enqueue` takes on the stream: the least of three runs after a first.
+template <typename Enqueue>
+float time_ms(const Enqueue& enqueue, CudaStream stream) {
+  Owned<cudaEvent_t, cudaEventDestroy> begin, end;
+  GW_CUDA_CHECK(cudaEventCreate(begin.out()));
+  GW_CUDA_CHECK(cudaEventCreate(end.out()));
+  enqueue();
+  float best = std::numeric_limits<float>::infinity();
+  for (int time = 0; time < 3; ++time) {
+    GW_CUDA_CHECK(cudaEventRecord(begin.get(), stream));
+    enqueue();
+    GW_CUDA_CHECK(cudaEventRecord(end.get(), stream));
+    GW_CUDA_CHECK(cudaEventSynchronize(end.get()));
+    float ms = 0.0f;
+    GW_CUDA_CHECK(cudaEventElapsedTime(&ms, begin.get(), end.get()));
+    best = std::min(best, ms);
+  }
+  return best;
+}
+
+// Returns the same for several runs in a CUDA graph, so that the host's launches do not count, each after a
+// fill of `memory`, which replaces the contents of the cache: in a step, other ops run between two products.
+// The fills take the same time for all algorithms.
+template <typename Run>
+float time_in_graph_ms(const Run& run, void* memory, size_t bytes, CudaStream stream) {
+  constexpr int kRuns = 8;
+  GW_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  Owned<cudaGraph_t, cudaGraphDestroy> graph;
+  try {
+    for (int i = 0; i < kRuns; ++i) {
+      GW_CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream));
+      run();
+    }
+  } catch (...) {
+    ignore(cudaStreamEndCapture(stream, graph.out()));
+    throw;
+  }
+  GW_CUDA_CHECK(cudaStreamEndCapture(stream, graph.out()));
+  Owned<cudaGraphExec_t, cudaGraphExecDestroy> executable;
+  GW_CUDA_CHECK(cudaGraphInstantiate(executable.out(), graph.get(), 0));
+  return time_ms([&] { GW_CUDA_CHECK(cudaGraphLaunch(executable.get(), stream)); }, stream);
+}
+
+cublasLtEpilogue_t epilogue_of(const ColumnMajorGemm& g) {
+  const bool bias = g.bias != nullptr;
+  switch (g.epilogue) {
+    case Epilogue::gelu_tanh:
+      if (g.aux == nullptr) return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+      return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    case Epilogue::d_gelu_tanh:
+      return CUBLASLT_EPILOGUE_DGELU;
+    case Epilogue::none:
+      break;
+  }
+  return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+void lay_out(Layout& layout, const ColumnMajorMatrix& m, int64_t batch) {
+  GW_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(layout.out(), cuda_type(m.type), static_cast<uint64_t>(m.rows),
+                                             static_cast<uint64_t>(m.columns), m.ld));
+  if (batch == 1) return;
+  auto set = [&](cublasLtMatrixLayoutAttribute_t attribute, const auto& value) {
+    GW_CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout.get(), attribute, &value, sizeof value));
+  };
+  set(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<int32_t>(batch));
+  set(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, m.stride);
+}
+
 // The descriptors and the algorithm of a kind of product.
 class Plan {
  public:
   // Selects an algorithm; usable() is false if there is none. `tuning`: the file and the key to look up;
   // null: use cuBLASLt's first choice.
-  Plan(const LtContext& context, const ColumnMajorGemm& g, Precision precision, const Tuning* tuning);
+  Plan(const LtContext& context, const ColumnMajorGemm& g, Precision precision, const Tuning* tuning) {
+    describe(g, precision);
+    const Preference preference = preference_for(g, context.workspace_bytes);
+    const bool times = tuning != nullptr;
+    std::array<cublasLtMatmulHeuristicResult_t, kMaxFound> found = {};
+    int count = 0;
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(context.lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(),
+                                       preference.get(), times ? kMaxFound : 1, found.data(), &count);
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) return;
+    check_cublas(status, "cublasLtMatmulAlgoGetHeuristic");
+    if (found[0].state == CUBLAS_STATUS_SUCCESS) algorithm_ = found[0].algo;
+    if (times) choose(context, g, *tuning, {found.data(), static_cast<size_t>(count)});
+  }
 
   bool usable() const { return algorithm_.has_value(); }
-  void run(const LtContext& context, const ColumnMajorGemm& g, float alpha, float beta);
+  void run(const LtContext& context, const ColumnMajorGemm& g, float alpha, float beta) {
+    if (g.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
+    if (g.aux != nullptr) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
+    void* d = const_cast<void*>(g.d.data);  // a Gemm's c is mutable
+    GW_CUBLAS_CHECK(cublasLtMatmul(context.lt, operation_.get(), &alpha, g.a.data, a_.get(), g.b.data,
+                                   b_.get(), &beta, d, d_.get(), d, d_.get(), &*algorithm_, context.workspace,
+                                   context.workspace_bytes, context.stream));
+  }
 
  private:
-  void describe(const ColumnMajorGemm& g, Precision precision);
-  Preference preference_for(const ColumnMajorGemm& g, size_t workspace_bytes) const;
+  void describe(const ColumnMajorGemm& g, Precision precision) {
+    GW_CUBLAS_CHECK(cublasLtMatmulDescCreate(operation_.out(), compute_type(precision), CUDA_R_32F));
+    const cublasOperation_t op_a = g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    const cublasOperation_t op_b = g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    set(CUBLASLT_MATMUL_DESC_TRANSA, op_a);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, op_b);
+    if (const cublasLtEpilogue_t epilogue = epilogue_of(g); epilogue != CUBLASLT_EPILOGUE_DEFAULT)
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
+    if (g.aux != nullptr) {  // D's type is the default
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, g.d.ld);
+    }
+    if (g.bias != nullptr) {
+      set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
+      set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(cuda_type(g.d.type)));
+    }
+    lay_out(a_, g.a, g.batch);
+    lay_out(b_, g.b, g.batch);
+    lay_out(d_, g.d, g.batch);
+  }
+
+  Preference preference_for(const ColumnMajorGemm& g, size_t workspace_bytes) const {
+    Preference preference;
+    GW_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(preference.out()));
+    auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
+      GW_CUBLAS_CHECK(
+          cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof value));
+    };
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(workspace_bytes));
+    // Parts of a split product must not be rounded to BF16 before they are added.
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+           static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+    auto aligned = [&](const ColumnMajorMatrix& m) {
+      return alignment_of(m.data, m.stride, m.type, g.batch);
+    };
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, aligned(g.a));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, aligned(g.b));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, aligned(g.d));
+    // The pointers above determine the alignment of the bias and the pre-activations.
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligned(g.d));
+    return preference;
+  }
+
+  // Returns false if the file has no algorithm for the product, or if this library rejects the saved
+  // algorithm.
+  bool take_saved(const LtContext& context, const Tuning& tuning) {
+    cublasLtMatmulAlgo_t saved = {};
+    const auto text = tuning.file->find(tuning.key);
+    if (!text || !from_hex_bytes(*text, &saved, sizeof saved)) return false;
+    cublasLtMatmulHeuristicResult_t checked = {};
+    if (cublasLtMatmulAlgoCheck(context.lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(), &saved,
+                                &checked) != CUBLAS_STATUS_SUCCESS ||
+        checked.workspaceSize > context.workspace_bytes)
+      return false;
+    algorithm_ = saved;
+    return true;
+  }
+
   // Uses the algorithm in the file, or times the algorithms that cuBLASLt found and saves the fastest.
   void choose(const LtContext& context, const ColumnMajorGemm& g, const Tuning& tuning,
-              std::span<const cublasLtMatmulHeuristicResult_t> found);
-  bool take_saved(const LtContext& context, const Tuning& tuning);
+              std::span<const cublasLtMatmulHeuristicResult_t> found) {
+    if (take_saved(context, tuning)) return;
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    GW_CUDA_CHECK(cudaStreamIsCapturing(context.stream, &capture));
+    if (capture != cudaStreamCaptureStatusNone) return;  // timing is not possible during a capture
+    ColumnMajorGemm trial = g;                           // the product may add to the caller's D
+    const int64_t elements = (g.batch - 1) * g.d.stride + g.d.ld * g.d.columns;
+    const auto bytes = static_cast<size_t>(elements * element_bytes(g.d.type));
+    const size_t flushed = 2 * context.cache_bytes;
+    CudaMemory scratch;
+    const cudaError_t status = cudaMalloc(scratch.out(), bytes + flushed);
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();  // clears the sticky error
+      return;              // use cuBLASLt's first choice
+    }
+    check(status, "cudaMalloc");
+    trial.d.data = scratch.get();
+    const auto product = [&] { run(context, trial, 1.0f, 0.0f); };
+    std::vector<std::pair<float, cublasLtMatmulAlgo_t>> timed;
+    for (const auto& candidate : found) {
+      if (candidate.state != CUBLAS_STATUS_SUCCESS) continue;
+      algorithm_ = candidate.algo;
+      timed.emplace_back(time_ms(product, context.stream), candidate.algo);
+    }
+    const auto ms = [](const auto& one) { return one.first; };
+    std::ranges::stable_sort(timed, {}, ms);
+    if (timed.size() > kFinalists) timed.resize(kFinalists);
+    for (auto& [time, algorithm] : timed) {
+      algorithm_ = algorithm;
+      time = time_in_graph_ms(product, static_cast<char*>(scratch.get()) + bytes, flushed, context.stream);
+    }
+    if (timed.empty()) return;
+    algorithm_ = std::ranges::min_element(timed, {}, ms)->second;
+    tuning.file->add(tuning.key, hex_bytes(&*algorithm_, sizeof *algorithm_));
+  }
 
   template <typename T>
   void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
@@ -140,11 +320,9 @@ class Plan {
   std::optional<cublasLtMatmulAlgo_t> algorithm_;
 };
 
-namespace {
-
 // The properties that determine a plan.
-using PlanKey = std::tuple<bool, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, Element, Element,
-                           Precision, bool, Epilogue, std::array<uint32_t, 5>, std::array<int64_t, 4>>;
+using PlanKey = std::tuple<bool, bool, Element, Element, Precision, bool, Epilogue, std::array<uint32_t, 5>,
+                           std::array<int64_t, 10>>;
 // Returns the alignments of a, b, c, the bias and aux; 0: no aux.
 std::array<uint32_t, 5> alignments_of(const Gemm& g) {
   return {alignment_of(g.a.data, g.stride_a, g.a.type, g.batch),
@@ -156,19 +334,14 @@ PlanKey key_of(const Gemm& g) {
   const bool one = g.batch == 1;  // its distances do not matter
   return {g.transpose_a,
           g.transpose_b,
-          g.m,
-          g.n,
-          g.k,
-          g.lda,
-          g.ldb,
-          g.ldc,
           g.a.type,
           g.c.type,
           g.precision,
           g.bias.data != nullptr,
           g.epilogue,
           alignments_of(g),
-          {g.batch, one ? 0 : g.stride_a, one ? 0 : g.stride_b, one ? 0 : g.stride_c}};
+          {g.m, g.n, g.k, g.lda, g.ldb, g.ldc, g.batch, one ? 0 : g.stride_a, one ? 0 : g.stride_b,
+           one ? 0 : g.stride_c}};
 }
 
 // Returns the kind of product as text, the key in the tuning file.
@@ -328,197 +501,6 @@ void gemm(CudaStream stream, const Gemm& g) {
   }
   OpCount::launch("gemm");
   if (!planned) context.batch(product);
-}
-
-namespace {
-
-// The most algorithms that cuBLASLt is asked for, and how many of them, the fastest of the first round, are
-// timed as in a step.
-constexpr int kMaxFound = 128, kFinalists = 8;
-
-// Returns the milliseconds that `enqueue` takes on the stream: the least of three runs after a first.
-template <typename Enqueue>
-float time_ms(const Enqueue& enqueue, CudaStream stream) {
-  Owned<cudaEvent_t, cudaEventDestroy> begin, end;
-  GW_CUDA_CHECK(cudaEventCreate(begin.out()));
-  GW_CUDA_CHECK(cudaEventCreate(end.out()));
-  enqueue();
-  float best = std::numeric_limits<float>::infinity();
-  for (int time = 0; time < 3; ++time) {
-    GW_CUDA_CHECK(cudaEventRecord(begin.get(), stream));
-    enqueue();
-    GW_CUDA_CHECK(cudaEventRecord(end.get(), stream));
-    GW_CUDA_CHECK(cudaEventSynchronize(end.get()));
-    float ms = 0.0f;
-    GW_CUDA_CHECK(cudaEventElapsedTime(&ms, begin.get(), end.get()));
-    best = std::min(best, ms);
-  }
-  return best;
-}
-
-// Returns the same for several runs in a CUDA graph, so that the host's launches do not count, each after a
-// fill of `memory`, which replaces the contents of the cache: in a step, other ops run between two products.
-// The fills take the same time for all algorithms.
-template <typename Run>
-float time_in_graph_ms(const Run& run, void* memory, size_t bytes, CudaStream stream) {
-  constexpr int kRuns = 8;
-  GW_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  Owned<cudaGraph_t, cudaGraphDestroy> graph;
-  try {
-    for (int i = 0; i < kRuns; ++i) {
-      GW_CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream));
-      run();
-    }
-  } catch (...) {
-    ignore(cudaStreamEndCapture(stream, graph.out()));
-    throw;
-  }
-  GW_CUDA_CHECK(cudaStreamEndCapture(stream, graph.out()));
-  Owned<cudaGraphExec_t, cudaGraphExecDestroy> executable;
-  GW_CUDA_CHECK(cudaGraphInstantiate(executable.out(), graph.get(), 0));
-  return time_ms([&] { GW_CUDA_CHECK(cudaGraphLaunch(executable.get(), stream)); }, stream);
-}
-
-cublasLtEpilogue_t epilogue_of(const ColumnMajorGemm& g) {
-  const bool bias = g.bias != nullptr;
-  switch (g.epilogue) {
-    case Epilogue::gelu_tanh:
-      if (g.aux == nullptr) return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
-      return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-    case Epilogue::d_gelu_tanh:
-      return CUBLASLT_EPILOGUE_DGELU;
-    case Epilogue::none:
-      break;
-  }
-  return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-}
-
-void lay_out(Layout& layout, const ColumnMajorMatrix& m, int64_t batch) {
-  GW_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(layout.out(), cuda_type(m.type), static_cast<uint64_t>(m.rows),
-                                             static_cast<uint64_t>(m.columns), m.ld));
-  if (batch == 1) return;
-  auto set = [&](cublasLtMatrixLayoutAttribute_t attribute, const auto& value) {
-    GW_CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout.get(), attribute, &value, sizeof value));
-  };
-  set(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<int32_t>(batch));
-  set(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, m.stride);
-}
-
-}  // namespace
-
-Plan::Plan(const LtContext& context, const ColumnMajorGemm& g, Precision precision, const Tuning* tuning) {
-  describe(g, precision);
-  const Preference preference = preference_for(g, context.workspace_bytes);
-  const bool times = tuning != nullptr;
-  std::array<cublasLtMatmulHeuristicResult_t, kMaxFound> found = {};
-  int count = 0;
-  const cublasStatus_t status =
-      cublasLtMatmulAlgoGetHeuristic(context.lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(),
-                                     preference.get(), times ? kMaxFound : 1, found.data(), &count);
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) return;
-  check_cublas(status, "cublasLtMatmulAlgoGetHeuristic");
-  if (found[0].state == CUBLAS_STATUS_SUCCESS) algorithm_ = found[0].algo;
-  if (times) choose(context, g, *tuning, {found.data(), static_cast<size_t>(count)});
-}
-
-void Plan::describe(const ColumnMajorGemm& g, Precision precision) {
-  GW_CUBLAS_CHECK(cublasLtMatmulDescCreate(operation_.out(), compute_type(precision), CUDA_R_32F));
-  const cublasOperation_t op_a = g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-  const cublasOperation_t op_b = g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
-  set(CUBLASLT_MATMUL_DESC_TRANSA, op_a);
-  set(CUBLASLT_MATMUL_DESC_TRANSB, op_b);
-  if (const cublasLtEpilogue_t epilogue = epilogue_of(g); epilogue != CUBLASLT_EPILOGUE_DEFAULT)
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
-  if (g.aux != nullptr) {  // D's type is the default
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, g.d.ld);
-  }
-  if (g.bias != nullptr) {
-    set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
-    set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(cuda_type(g.d.type)));
-  }
-  lay_out(a_, g.a, g.batch);
-  lay_out(b_, g.b, g.batch);
-  lay_out(d_, g.d, g.batch);
-}
-
-Preference Plan::preference_for(const ColumnMajorGemm& g, size_t workspace_bytes) const {
-  Preference preference;
-  GW_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(preference.out()));
-  auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
-    GW_CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof value));
-  };
-  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(workspace_bytes));
-  // Parts of a split product must not be rounded to BF16 before they are added.
-  prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-         static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-  auto aligned = [&](const ColumnMajorMatrix& m) { return alignment_of(m.data, m.stride, m.type, g.batch); };
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, aligned(g.a));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, aligned(g.b));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, aligned(g.d));
-  // The pointers above determine the alignment of the bias and the pre-activations.
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligned(g.d));
-  return preference;
-}
-
-void Plan::run(const LtContext& context, const ColumnMajorGemm& g, float alpha, float beta) {
-  if (g.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
-  if (g.aux != nullptr) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
-  void* d = const_cast<void*>(g.d.data);  // a Gemm's c is mutable
-  GW_CUBLAS_CHECK(cublasLtMatmul(context.lt, operation_.get(), &alpha, g.a.data, a_.get(), g.b.data, b_.get(),
-                                 &beta, d, d_.get(), d, d_.get(), &*algorithm_, context.workspace,
-                                 context.workspace_bytes, context.stream));
-}
-
-// Returns false if the file has no algorithm for the product, or if this library rejects the saved algorithm.
-bool Plan::take_saved(const LtContext& context, const Tuning& tuning) {
-  cublasLtMatmulAlgo_t saved = {};
-  const auto text = tuning.file->find(tuning.key);
-  if (!text || !from_hex_bytes(*text, &saved, sizeof saved)) return false;
-  cublasLtMatmulHeuristicResult_t checked = {};
-  if (cublasLtMatmulAlgoCheck(context.lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(), &saved,
-                              &checked) != CUBLAS_STATUS_SUCCESS ||
-      checked.workspaceSize > context.workspace_bytes)
-    return false;
-  algorithm_ = saved;
-  return true;
-}
-
-void Plan::choose(const LtContext& context, const ColumnMajorGemm& g, const Tuning& tuning,
-                  std::span<const cublasLtMatmulHeuristicResult_t> found) {
-  if (take_saved(context, tuning)) return;
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  GW_CUDA_CHECK(cudaStreamIsCapturing(context.stream, &capture));
-  if (capture != cudaStreamCaptureStatusNone) return;  // timing is not possible during a capture
-  ColumnMajorGemm trial = g;                           // the product may add to the caller's D
-  const int64_t elements = (g.batch - 1) * g.d.stride + g.d.ld * g.d.columns;
-  const auto bytes = static_cast<size_t>(elements * element_bytes(g.d.type));
-  const size_t flushed = 2 * context.cache_bytes;
-  CudaMemory scratch;
-  const cudaError_t status = cudaMalloc(scratch.out(), bytes + flushed);
-  if (status == cudaErrorMemoryAllocation) {
-    cudaGetLastError();  // clears the sticky error
-    return;              // use cuBLASLt's first choice
-  }
-  check(status, "cudaMalloc");
-  trial.d.data = scratch.get();
-  const auto product = [&] { run(context, trial, 1.0f, 0.0f); };
-  std::vector<std::pair<float, cublasLtMatmulAlgo_t>> timed;
-  for (const auto& candidate : found) {
-    if (candidate.state != CUBLAS_STATUS_SUCCESS) continue;
-    algorithm_ = candidate.algo;
-    timed.emplace_back(time_ms(product, context.stream), candidate.algo);
-  }
-  const auto ms = [](const auto& one) { return one.first; };
-  std::ranges::stable_sort(timed, {}, ms);
-  if (timed.size() > kFinalists) timed.resize(kFinalists);
-  for (auto& [time, algorithm] : timed) {
-    algorithm_ = algorithm;
-    time = time_in_graph_ms(product, static_cast<char*>(scratch.get()) + bytes, flushed, context.stream);
-  }
-  if (timed.empty()) return;
-  algorithm_ = std::ranges::min_element(timed, {}, ms)->second;
-  tuning.file->add(tuning.key, hex_bytes(&*algorithm_, sizeof *algorithm_));
 }
 
 }  // namespace gradwire::cuda
