@@ -123,10 +123,9 @@ namespace gradwire::host {
 
 // The location of a panel's lines.
 struct Bf16Lines {
-  bool
-      // true: line i begins at from + i ld and is contiguous. false: line i begins at from + i, and its
-      // elements are ld apart.
-      are_rows;
+  // true: line i begins at from + i ld and is contiguous. false: line i begins at from + i, and its elements
+  // are ld apart.
+  bool are_rows;
   const Bf16* from;
   int64_t ld, k, count;  // count <= width of the panel; further lines are zero
 };
