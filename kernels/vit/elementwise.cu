@@ -312,13 +312,10 @@ struct Assemble {
 
 constexpr int kSliceX = 32, kSliceY = 8;
 
+using cuda::store_wide;
+// Does with eight BF16 values what store_wide() of floats does.
 template <int W>
-__device__ __forceinline__ void store_rows(float* to, const float (&from)[W]) {
-  store_wide<W>(to, from);
-}
-// Does with eight BF16 values what store_wide() does with floats.
-template <int W>
-__device__ __forceinline__ void store_rows(Bf16* to, const float (&from)[W]) {
+__device__ __forceinline__ void store_wide(Bf16* to, const float (&from)[W]) {
   if constexpr (W == 1) {
     store<W>(to, from);
   } else {
@@ -349,7 +346,7 @@ __global__ void __launch_bounds__(kSliceX* kSliceY)
   for (int64_t b = threadIdx.y; live && b < a.batch; b += kSliceY) {
     float x[W];
     load<W>(a.dx + (b * a.tokens + t) * a.width + c, x);
-    if (t > 0) store_rows<W>(a.d_projected + (b * (a.tokens - 1) + t - 1) * a.width + c, x);
+    if (t > 0) store_wide<W>(a.d_projected + (b * (a.tokens - 1) + t - 1) * a.width + c, x);
     add<W>(x, sum);
   }
   float* mine = shared + (threadIdx.y * kSliceX + threadIdx.x) * W;
