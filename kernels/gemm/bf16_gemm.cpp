@@ -304,29 +304,22 @@ constexpr int kAmxRows = 32;     // accumulators use 2 x 2 tile registers of 16 
 float flushed(float x) {
   return std::abs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
 }
-// Return the two BF16 numbers of a pair; the first is in the lower half.
-float first_of(uint32_t pair) {
-  return flushed(bits_float(pair << 16));
-}
-float second_of(uint32_t pair) {
-  return flushed(bits_float(pair & 0xffff0000u));
-}
-
-void run_all(const Bf16Meanwhile& meanwhile) {
-  meanwhile.run(meanwhile.work, 0, meanwhile.parts);
+// Returns a BF16 number of a pair: number 0 in the lower half, or number 1.
+float number_of(uint32_t pair, int which) {
+  return flushed(bits_float(which == 0 ? pair << 16 : pair & 0xffff0000u));
 }
 
 void avx512_emulated(const Bf16Rows& rows, const uint32_t* b, int64_t pairs, float* tile,
                      const Bf16Meanwhile& meanwhile) {
-  run_all(meanwhile);
+  meanwhile.run(meanwhile.work, 0, meanwhile.parts);
   const uint32_t* a = rows.from;
   std::fill_n(tile, kAvx512Rows * kBf16Columns, 0.0f);
   for (int64_t p = 0; p < pairs; ++p, a += rows.block, b += kBf16Columns) {
     for (int row = 0; row < kAvx512Rows; ++row) {
       for (int column = 0; column < kBf16Columns; ++column) {
         float& sum = tile[row * kBf16Columns + column];
-        sum = flushed(std::fma(second_of(a[row]), second_of(b[column]), sum));
-        sum = flushed(std::fma(first_of(a[row]), first_of(b[column]), sum));
+        sum = flushed(std::fma(number_of(a[row], 1), number_of(b[column], 1), sum));
+        sum = flushed(std::fma(number_of(a[row], 0), number_of(b[column], 0), sum));
       }
     }
   }
@@ -334,7 +327,7 @@ void avx512_emulated(const Bf16Rows& rows, const uint32_t* b, int64_t pairs, flo
 
 void amx_emulated(const Bf16Rows& rows, const uint32_t* b, int64_t pairs, float* tile,
                   const Bf16Meanwhile& meanwhile) {
-  run_all(meanwhile);
+  meanwhile.run(meanwhile.work, 0, meanwhile.parts);
   const uint32_t* a = rows.from;
   std::fill_n(tile, kAmxRows * kBf16Columns, 0.0f);
   for (int64_t p = 0; p < pairs; p += kPairsPerBlock, a += rows.block, b += kPairsPerBlock * kBf16Columns) {
@@ -343,8 +336,8 @@ void amx_emulated(const Bf16Rows& rows, const uint32_t* b, int64_t pairs, float*
         float first = 0.0f, second = 0.0f;
         for (int i = 0; i < kPairsPerBlock; ++i) {
           const uint32_t x = a[row * rows.row + i], y = b[i * kBf16Columns + column];
-          first = flushed(std::fma(first_of(x), first_of(y), first));
-          second = flushed(std::fma(second_of(x), second_of(y), second));
+          first = flushed(std::fma(number_of(x, 0), number_of(y, 0), first));
+          second = flushed(std::fma(number_of(x, 1), number_of(y, 1), second));
         }
         float& sum = tile[row * kBf16Columns + column];
         sum = flushed(sum + flushed(first + second));
@@ -358,7 +351,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void avx512(cons
                                                                             const uint32_t* b, int64_t pairs,
                                                                             float* tile,
                                                                             const Bf16Meanwhile& meanwhile) {
-  run_all(meanwhile);
+  meanwhile.run(meanwhile.work, 0, meanwhile.parts);
   const uint32_t* a = rows.from;
   __m512 low[kAvx512Rows], high[kAvx512Rows];
 #pragma GCC unroll 14
@@ -440,27 +433,15 @@ bool permits_amx() {
 }
 #endif
 
-#ifdef __x86_64__
 bool has_avx512_bf16() {
+#ifdef __x86_64__
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512bf16");
-}
-
-// Returns whether VDPBF16PS is worth its use. On processors with AVX512-FP16, Intel's since Sapphire Rapids,
-// it is slower than two FP32 FMAs: 115 against 174 GFLOP/s were measured. These processors should use AMX,
-// but a virtual machine may hide it.
-bool has_fast_avx512_bf16() {
-  return has_avx512_bf16() && !__builtin_cpu_supports("avx512fp16");
-}
 #else
-bool has_avx512_bf16() {
   return false;
-}
-bool has_fast_avx512_bf16() {
-  return false;
-}
 #endif
+}
 
 // Returns whether AMX is usable. Packing for AMX uses AVX-512; every processor with AMX has AVX-512.
 bool has_amx() {
@@ -489,7 +470,12 @@ bool has_bf16_products(Bf16Products way) {
 
 Bf16Products best_bf16_products() {
   if (has_amx()) return Bf16Products::amx;
-  return has_fast_avx512_bf16() ? Bf16Products::avx512 : Bf16Products::widened;
+#ifdef __x86_64__
+  // On processors with AVX512-FP16, Intel's since Sapphire Rapids, VDPBF16PS is slower than two FP32 FMAs:
+  // 115 against 174 GFLOP/s were measured. They should use AMX, but a virtual machine may hide it.
+  if (has_avx512_bf16() && !__builtin_cpu_supports("avx512fp16")) return Bf16Products::avx512;
+#endif
+  return Bf16Products::widened;
 }
 
 const char* name_of(Bf16Products way) {
@@ -504,13 +490,13 @@ Bf16TileShape tile_shape(Bf16Products way) {
 }
 
 Bf16Tiles::Bf16Tiles(Bf16Products way) : way_(way) {
-  multiply_ = way == Bf16Products::amx_emulated ? amx_emulated : avx512_emulated;
+  multiply = way == Bf16Products::amx_emulated ? amx_emulated : avx512_emulated;
 #ifdef __x86_64__
-  if (way == Bf16Products::avx512) multiply_ = avx512;
+  if (way == Bf16Products::avx512) multiply = avx512;
 #endif
 #ifdef GW_AMX
   if (way == Bf16Products::amx) {
-    multiply_ = amx;
+    multiply = amx;
     configure_amx();
   }
 #endif

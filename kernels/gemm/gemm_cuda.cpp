@@ -28,6 +28,7 @@
 #include <span>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -82,14 +83,16 @@ class Owned {
     return *this;
   }
   ~Owned() {
-    if (value_ != nullptr) drop(kDestroy(value_));
+    if (value_ == nullptr) return;
+    if constexpr (std::is_same_v<decltype(kDestroy(value_)), cudaError_t>)
+      ignore(kDestroy(value_));
+    else
+      kDestroy(value_);
   }
   T* out() { return &value_; }
   T get() const { return value_; }
 
  private:
-  static void drop(cudaError_t status) { ignore(status); }
-  static void drop(cublasStatus_t) {}
   T value_ = nullptr;
 };
 using Operation = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;

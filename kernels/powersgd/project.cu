@@ -354,9 +354,8 @@ __global__ void __launch_bounds__(kThreads, 2) project_wide_kernel(const __grid_
     if (k0 >= d.rank) return;
     const int row0 = (block - a.matrices.starts[matrix].wide_row_tile) * kWideRowTileRows;
     const bool pending = is_pending(a.pending, matrix);
-    const auto aligned = [&](const float* factors) { return !pending || aligned16(factors); };
     if (vector_rows(a, d) && d.rank % 4 == 0 && aligned16(a.q + d.q_offset) &&
-        aligned(a.pending.q + d.q_offset) && aligned(a.pending.p + d.p_offset)) {
+        (!pending || (aligned16(a.pending.q + d.q_offset) && aligned16(a.pending.p + d.p_offset)))) {
       project_wide_rows<kForms, true>(a, d, pending, row0, k0, shared, sums);
     } else {
       project_wide_rows<kForms, false>(a, d, pending, row0, k0, shared, sums);

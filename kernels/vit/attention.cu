@@ -14,6 +14,8 @@
 // Traffic: each row of qkv, merged and their gradients is moved once. Forward moves 16 B (FP32) or 8 B (BF16)
 // per element (b, t, c), backward 32 or 16 B. FLOPs per head: 4 T^2 D forward, 14 T^2 D backward. With BF16
 // the limit is memory bandwidth, with FP32 the FMAs. Deterministic: sums in fixed order, no atomics.
+#include <algorithm>
+
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/gelu.h"
 #include "kernels/vit/attention.cuh"
@@ -236,21 +238,17 @@ size_t shared_bytes(int64_t tokens, int64_t head_dim, int matrices, int sums) {
          (static_cast<size_t>(matrices * pitch) * sizeof(S) + static_cast<size_t>(sums) * sizeof(float));
 }
 
-// Returns the number of threads for `units` units of work: a warp per unit, up to a block's maximum.
-unsigned threads_for(int64_t units) {
-  const int64_t threads = units * 32;
-  return static_cast<unsigned>(threads < kAttentionThreads ? threads : kAttentionThreads);
-}
-
+// Launches a block per head, with a warp per unit of work, up to a block's maximum.
 template <typename Args>
 void launch_heads(const char* name, void (*for_32)(Args, float, bool), void (*for_64)(Args, float, bool),
                   CudaStream stream, const Args& a, int64_t units, size_t shared, bool aligned) {
   if (shared > max_shared_bytes() || a.head_dim > 64)
     throw BadInput(std::string(name) + ": heads do not fit into shared memory; ask fuses_attention() first");
-  const LaunchConfig config{.grid = dim3(static_cast<unsigned>(a.batch * a.heads)),
-                            .block = dim3(threads_for(units)),
-                            .shared_bytes = shared,
-                            .stream = stream};
+  const LaunchConfig config{
+      .grid = dim3(static_cast<unsigned>(a.batch * a.heads)),
+      .block = dim3(static_cast<unsigned>(std::min<int64_t>(32 * units, kAttentionThreads))),
+      .shared_bytes = shared,
+      .stream = stream};
   launch(name, a.head_dim <= 32 ? for_32 : for_64, config, a, attention_scale(a.head_dim), aligned);
 }
 

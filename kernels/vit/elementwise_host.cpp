@@ -1,6 +1,7 @@
 // Host split_heads and merge_heads: copies of head_dim elements.
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels/math/gelu.h"
 #include "kernels/simd/vector.h"
@@ -81,11 +82,12 @@ void combine_sums(const CombineSums& a) {
 
 namespace {
 
-void move_line(const float* from, int64_t count, float* to) {
-  std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
-}
-void move_line(const float* from, int64_t count, Bf16* to) {
-  narrow_all(from, nullptr, count, to);
+template <typename S>
+void move_line(const float* from, int64_t count, S* to) {
+  if constexpr (std::is_same_v<S, float>)
+    std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
+  else
+    narrow_all(from, nullptr, count, to);
 }
 
 }  // namespace
@@ -186,21 +188,15 @@ GW_ALLOW_FMA
 namespace gradwire::host {
 namespace {
 
-template <Gelu kForm>
-GW_INLINE float gelu(float x) {
-  return gelu_of(x, normal_in_form<kForm>(x));
-}
-template <Gelu kForm>
-GW_INLINE float gelu_derivative(float x) {
-  return gelu_derivative_of(x, normal_in_form<kForm>(x));
-}
-
 template <Gelu kForm, typename S>
 GW_INLINE void forward_elements(const BiasGelu<S>& a, int64_t begin, int64_t end) {
   const S* x = a.x;
   S* y = a.y;
 #pragma omp simd
-  for (int64_t i = begin; i < end; ++i) y[i] = narrow<S>(gelu<kForm>(widen(x[i])));
+  for (int64_t i = begin; i < end; ++i) {
+    const float pre = widen(x[i]);
+    y[i] = narrow<S>(gelu_of(pre, normal_in_form<kForm>(pre)));
+  }
 }
 
 template <Gelu kForm, typename S>
@@ -210,13 +206,15 @@ GW_INLINE void backward_rows_of(const BiasGeluBackward<S>& a, int64_t begin, int
     S* d_pre = a.d_pre + r * a.width;
     if (d_bias == nullptr) {
 #pragma omp simd
-      for (int64_t c = 0; c < a.width; ++c)
-        d_pre[c] = narrow<S>(widen(dy[c]) * gelu_derivative<kForm>(widen(pre[c])));
+      for (int64_t c = 0; c < a.width; ++c) {
+        const float x = widen(pre[c]);
+        d_pre[c] = narrow<S>(widen(dy[c]) * gelu_derivative_of(x, normal_in_form<kForm>(x)));
+      }
       continue;
     }
 #pragma omp simd
     for (int64_t c = 0; c < a.width; ++c) {
-      float d = widen(dy[c]) * gelu_derivative<kForm>(widen(pre[c]));
+      const float x = widen(pre[c]), d = widen(dy[c]) * gelu_derivative_of(x, normal_in_form<kForm>(x));
       d_pre[c] = narrow<S>(d);
       d_bias[c] += d;
     }

@@ -308,8 +308,9 @@ struct Head {
   float* statistics(float* all, int64_t token) const {
     return all + 2 * ((image * a.heads + head) * a.tokens + token);
   }
-  // Returns the scaled scores of a token's query with all keys.
-  std::vector<double> scores(int64_t token) const {
+  // Returns the softmax of the scaled scores of a token's query with all keys; sets `greatest` to the largest
+  // score and `sum` to the sum of the exponentials.
+  std::vector<double> weights(int64_t token, double& greatest, double& sum) const {
     std::vector<double> out(static_cast<size_t>(a.tokens));
     for (int64_t key = 0; key < a.tokens; ++key) {
       double dot = 0.0;
@@ -317,12 +318,6 @@ struct Head {
         dot += static_cast<double>(widen(a.qkv[of_qkv(token, 0, d)])) * widen(a.qkv[of_qkv(key, 1, d)]);
       out[static_cast<size_t>(key)] = dot / std::sqrt(static_cast<double>(a.head_dim));
     }
-    return out;
-  }
-  // Returns the softmax of the scores; sets `greatest` to the largest score and `sum` to the sum of the
-  // exponentials.
-  std::vector<double> weights(int64_t token, double& greatest, double& sum) const {
-    std::vector<double> out = scores(token);
     greatest = *std::max_element(out.begin(), out.end());
     sum = 0.0;
     for (double& x : out) sum += x = std::exp(x - greatest);
