@@ -301,7 +301,7 @@ class Plan {
       algorithm_ = candidate.algo;
       timed.emplace_back(time_ms(product, context.stream), candidate.algo);
     }
-    const auto ms = [](const auto& one) { return one.first; };
+    const auto ms = &std::pair<float, cublasLtMatmulAlgo_t>::first;
     std::ranges::stable_sort(timed, {}, ms);
     if (timed.size() > kFinalists) timed.resize(kFinalists);
     for (auto& [time, algorithm] : timed) {
@@ -462,12 +462,13 @@ class Context {
 Context& context_for(CudaStream stream) {
   constexpr size_t kMax = 8;
   using Key = std::pair<int, CudaStream>;
-  static PerThread<std::list<std::pair<Key, std::unique_ptr<Context>>>> all;
+  using Entry = std::pair<Key, std::unique_ptr<Context>>;
+  static PerThread<std::list<Entry>> all;
   auto& contexts = all.get();
   int device = 0;
   GW_CUDA_CHECK(cudaGetDevice(&device));
   const Key key{device, stream};
-  const auto at = std::ranges::find(contexts, key, [](const auto& entry) { return entry.first; });
+  const auto at = std::ranges::find(contexts, key, &Entry::first);
   if (at != contexts.end()) {
     contexts.splice(contexts.begin(), contexts, at);
   } else {

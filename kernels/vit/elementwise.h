@@ -1,5 +1,4 @@
-// Conversions between the layout of a product (a row per token) and the layout of attention (a matrix per
-// head). Shapes and the storage type S: kernels/vit/vit.h.
+// Element-wise ops of the ViT and sums over rows. Shapes and the storage type S: kernels/vit/vit.h.
 #pragma once
 
 #include <array>
@@ -25,9 +24,6 @@ struct Heads {
   int64_t count() const { return (parts[1] != nullptr ? 3 : 1) * heads; }
   int64_t width() const { return count() * head_dim; }
 };
-
-// The gradient of a bias: a sum over columns.
-// Shapes and the storage type S: kernels/vit/vit.h.
 
 // Arguments of sum (C) = column sums of x (rows, C): a bias gradient. Reads 4 B (FP32) or 2 B (BF16) per
 // element. A batch of arrays `stride` elements apart, with consecutive partial sums, requires partial_only.
@@ -67,10 +63,8 @@ struct CombineSums {
 };
 GW_OP(combine_sums, CombineSums)
 
-// GELU of a product, which has added its bias. Shapes and the storage type S: kernels/vit/vit.h.
-
-// Arguments of GELU: y = GELU(x) = x * Phi(x), in either form of Phi. Moves 8 B (FP32) or 4 B (BF16) per
-// element.
+// Arguments of GELU of a product, which has added its bias: y = GELU(x) = x * Phi(x), in either form of Phi.
+// Moves 8 B (FP32) or 4 B (BF16) per element.
 template <typename S = float>
 struct BiasGelu {
   const S* x = nullptr;  // (rows, F) the pre-activation, kept for backward
@@ -97,9 +91,6 @@ struct BiasGeluBackward {
     return {workspace, column_chunks(rows).count, width, width, {d_bias}, accumulate};
   }
 };
-
-// Conversion of images to tokens: builds the operand of the patch convolution, and adds class token, bias and
-// position to the result of the convolution. Shapes and the storage type S: kernels/vit/vit.h.
 
 // Arguments of patchify: patches(b, i, ch*p*p + y*p + x) = images(b, ch, (i / grid)*p + y, (i % grid)*p + x):
 // the operand of the patch convolution as a product. Moves 8 B (FP32) or 6 B (BF16) per pixel. Image pixels

@@ -1,4 +1,4 @@
-// Host split_heads and merge_heads: copies of head_dim elements.
+// The element-wise ops of the ViT on the host.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -48,8 +48,6 @@ void merge_heads(const Heads<S>& a) {
   });
 }
 
-// Host column_sum.
-
 namespace {
 
 // __restrict: otherwise each row's loop is 15 % slower in cache.
@@ -77,8 +75,6 @@ void column_sum(const ColumnSum<S>& a) {
 void combine_sums(const CombineSums& a) {
   for (const PartialSums& of : a.of) combine_partial_sums(of);
 }
-
-// Host patchify, assemble_tokens and assemble_tokens_backward.
 
 namespace {
 
@@ -180,8 +176,6 @@ void assemble_tokens_backward(const AssembleTokensBackward<S>& a) {
 }
 
 }  // namespace gradwire::host
-
-// Host bias_gelu and bias_gelu_backward.
 
 GW_ALLOW_FMA
 

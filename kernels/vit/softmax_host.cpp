@@ -145,8 +145,6 @@ void softmax_backward(const SoftmaxBackward<S>& a) {
 GW_INSTANTIATE_OP(softmax, Softmax)
 GW_INSTANTIATE_OP(softmax_backward, SoftmaxBackward)
 
-// Host cross_entropy.
-
 namespace {
 
 template <typename S>
