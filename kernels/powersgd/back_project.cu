@@ -85,7 +85,7 @@ __device__ __forceinline__ void back_project_panel(const BackProjectArgs& a, con
   int row_of_thread = static_cast<int>(threadIdx.x) / quad.spread, row_step = kThreads / quad.spread;
   const float* p = a.p + d.p_offset;
   bool p_vector = d.rank % 4 == 0 && aligned16(p);
-  const float* pending_q = a.pending.q + d.q_offset + static_cast<int64_t>(panel.column0) * d.rank;
+  const int64_t pending_q = d.q_offset + static_cast<int64_t>(panel.column0) * d.rank;
   float acc[4][kRank] = {};
 #pragma unroll 1
   for (int row0 = row_of_thread; row0 < d.rows; row0 += kBatch * row_step) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void back_project_panel(const BackProjectArgs& a, con
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
               const int column = quad.column(c);
-              q[c] = column < panel.columns ? pending_q[static_cast<int64_t>(column) * d.rank + k] : 0.0f;
+              q[c] = column < panel.columns ? a.pending.q[pending_q + int64_t{column} * d.rank + k] : 0.0f;
             }
           },
           m);
