@@ -161,11 +161,19 @@ float time_in_graph_ms(const Run& run, void* memory, size_t bytes, CudaStream st
   return time_ms([&] { GW_CUDA_CHECK(cudaGraphLaunch(executable.get(), stream)); }, stream);
 }
 
-cublasLtEpilogue_t epilogue_of(const ColumnMajorGemm& g) {
-  const bool bias = g.bias != nullptr;
+// Returns the alignments of a, b, c, the bias and aux; 0: no aux.
+std::array<uint32_t, 5> alignments_of(const Gemm& g) {
+  return {alignment_of(g.a.data, g.stride_a, g.a.type, g.batch),
+          alignment_of(g.b.data, g.stride_b, g.b.type, g.batch),
+          alignment_of(g.c.data, g.stride_c, g.c.type, g.batch), alignment_of(g.bias.data),
+          g.aux.data == nullptr ? 0 : alignment_of(g.aux.data)};
+}
+
+cublasLtEpilogue_t epilogue_of(const Gemm& g) {
+  const bool bias = g.bias.data != nullptr;
   switch (g.epilogue) {
     case Epilogue::gelu_tanh:
-      if (g.aux == nullptr) return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+      if (g.aux.data == nullptr) return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
       return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     case Epilogue::d_gelu_tanh:
       return CUBLASLT_EPILOGUE_DGELU;
@@ -175,24 +183,32 @@ cublasLtEpilogue_t epilogue_of(const ColumnMajorGemm& g) {
   return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-void lay_out(Layout& layout, const ColumnMajorMatrix& m, int64_t batch) {
-  GW_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(layout.out(), cuda_type(m.type), static_cast<uint64_t>(m.rows),
-                                             static_cast<uint64_t>(m.columns), m.ld));
+// Describes a row-major matrix, as stored, by its column-major transpose.
+void lay_out(Layout& layout, Element type, int64_t rows, int64_t columns, int64_t ld, int64_t stride,
+             int64_t batch) {
+  GW_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(layout.out(), cuda_type(type), static_cast<uint64_t>(columns),
+                                             static_cast<uint64_t>(rows), ld));
   if (batch == 1) return;
   auto set = [&](cublasLtMatrixLayoutAttribute_t attribute, const auto& value) {
     GW_CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout.get(), attribute, &value, sizeof value));
   };
   set(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<int32_t>(batch));
-  set(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, m.stride);
+  set(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, stride);
 }
 
-// The descriptors and the algorithm of a kind of product.
+// The descriptors and the algorithm of a kind of product. cuBLASLt is column-major: D = op(A) op(B) [+ bias].
+//
+// A row-major matrix is the column-major matrix of its transpose, in the same memory. C^T = op(B)^T op(A)^T,
+// so the operands are swapped, and each keeps its flag: the memory of B, read as column-major, is B^T, which
+// is op(B)^T unless transpose_b is set. The bias runs along a row of C, so along a column of C^T, as the bias
+// epilogue adds it (one element per row of D, the same for all columns). The auxiliary matrix of GELU's
+// epilogues has the layout of D.
 class Plan {
  public:
   // Selects an algorithm; usable() is false if there is none. `tuning`: the file and the key to look up;
   // null: use cuBLASLt's first choice.
-  Plan(const LtContext& context, const ColumnMajorGemm& g, Precision precision, const Tuning* tuning) {
-    describe(g, precision);
+  Plan(const LtContext& context, const Gemm& g, const Tuning* tuning) {
+    describe(g);
     const Preference preference = preference_for(g, context.workspace_bytes);
     const bool times = tuning != nullptr;
     std::array<cublasLtMatmulHeuristicResult_t, kMaxFound> found = {};
@@ -207,38 +223,39 @@ class Plan {
   }
 
   bool usable() const { return algorithm_.has_value(); }
-  void run(const LtContext& context, const ColumnMajorGemm& g, float alpha, float beta) {
-    if (g.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
-    if (g.aux != nullptr) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
-    void* d = const_cast<void*>(g.d.data);  // a Gemm's c is mutable
-    GW_CUBLAS_CHECK(cublasLtMatmul(context.lt, operation_.get(), &alpha, g.a.data, a_.get(), g.b.data,
-                                   b_.get(), &beta, d, d_.get(), d, d_.get(), &*algorithm_, context.workspace,
-                                   context.workspace_bytes, context.stream));
+  void run(const LtContext& context, const Gemm& g) {
+    if (g.bias.data != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias.data);
+    if (g.aux.data != nullptr) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux.data);
+    GW_CUBLAS_CHECK(cublasLtMatmul(context.lt, operation_.get(), &g.alpha, g.b.data, a_.get(), g.a.data,
+                                   b_.get(), &g.beta, g.c.data, d_.get(), g.c.data, d_.get(), &*algorithm_,
+                                   context.workspace, context.workspace_bytes, context.stream));
   }
 
  private:
-  void describe(const ColumnMajorGemm& g, Precision precision) {
-    GW_CUBLAS_CHECK(cublasLtMatmulDescCreate(operation_.out(), compute_type(precision), CUDA_R_32F));
-    const cublasOperation_t op_a = g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-    const cublasOperation_t op_b = g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+  void describe(const Gemm& g) {
+    GW_CUBLAS_CHECK(cublasLtMatmulDescCreate(operation_.out(), compute_type(g.precision), CUDA_R_32F));
+    const cublasOperation_t op_a = g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    const cublasOperation_t op_b = g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     set(CUBLASLT_MATMUL_DESC_TRANSA, op_a);
     set(CUBLASLT_MATMUL_DESC_TRANSB, op_b);
     if (const cublasLtEpilogue_t epilogue = epilogue_of(g); epilogue != CUBLASLT_EPILOGUE_DEFAULT)
       set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
-    if (g.aux != nullptr) {  // D's type is the default
-      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
-      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, g.d.ld);
+    if (g.aux.data != nullptr) {  // D's type is the default
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux.data);
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, g.ldc);
     }
-    if (g.bias != nullptr) {
-      set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
-      set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(cuda_type(g.d.type)));
+    if (g.bias.data != nullptr) {
+      set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias.data);
+      set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(cuda_type(g.c.type)));
     }
-    lay_out(a_, g.a, g.batch);
-    lay_out(b_, g.b, g.batch);
-    lay_out(d_, g.d, g.batch);
+    const auto [rows_b, columns_b] = g.transpose_b ? std::pair(g.n, g.k) : std::pair(g.k, g.n);
+    const auto [rows_a, columns_a] = g.transpose_a ? std::pair(g.k, g.m) : std::pair(g.m, g.k);
+    lay_out(a_, g.b.type, rows_b, columns_b, g.ldb, g.stride_b, g.batch);
+    lay_out(b_, g.a.type, rows_a, columns_a, g.lda, g.stride_a, g.batch);
+    lay_out(d_, g.c.type, g.m, g.n, g.ldc, g.stride_c, g.batch);
   }
 
-  Preference preference_for(const ColumnMajorGemm& g, size_t workspace_bytes) const {
+  Preference preference_for(const Gemm& g, size_t workspace_bytes) const {
     Preference preference;
     GW_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(preference.out()));
     auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
@@ -249,14 +266,12 @@ class Plan {
     // Parts of a split product must not be rounded to BF16 before they are added.
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
            static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-    auto aligned = [&](const ColumnMajorMatrix& m) {
-      return alignment_of(m.data, m.stride, m.type, g.batch);
-    };
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, aligned(g.a));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, aligned(g.b));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, aligned(g.d));
+    const auto aligned = alignments_of(g);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, aligned[1]);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, aligned[0]);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, aligned[2]);
     // The pointers above determine the alignment of the bias and the pre-activations.
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligned(g.d));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligned[2]);
     return preference;
   }
 
@@ -276,15 +291,16 @@ class Plan {
   }
 
   // Uses the algorithm in the file, or times the algorithms that cuBLASLt found and saves the fastest.
-  void choose(const LtContext& context, const ColumnMajorGemm& g, const Tuning& tuning,
+  void choose(const LtContext& context, const Gemm& g, const Tuning& tuning,
               std::span<const cublasLtMatmulHeuristicResult_t> found) {
     if (take_saved(context, tuning)) return;
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     GW_CUDA_CHECK(cudaStreamIsCapturing(context.stream, &capture));
     if (capture != cudaStreamCaptureStatusNone) return;  // timing is not possible during a capture
-    ColumnMajorGemm trial = g;                           // the product may add to the caller's D
-    const int64_t elements = (g.batch - 1) * g.d.stride + g.d.ld * g.d.columns;
-    const auto bytes = static_cast<size_t>(elements * element_bytes(g.d.type));
+    Gemm trial = g;                                      // the product may add to the caller's C
+    trial.alpha = 1.0f, trial.beta = 0.0f;
+    const int64_t elements = (g.batch - 1) * g.stride_c + g.ldc * g.m;
+    const auto bytes = static_cast<size_t>(elements * element_bytes(g.c.type));
     const size_t flushed = 2 * context.cache_bytes;
     CudaMemory scratch;
     const cudaError_t status = cudaMalloc(scratch.out(), bytes + flushed);
@@ -293,8 +309,8 @@ class Plan {
       return;              // use cuBLASLt's first choice
     }
     check(status, "cudaMalloc");
-    trial.d.data = scratch.get();
-    const auto product = [&] { run(context, trial, 1.0f, 0.0f); };
+    trial.c.data = scratch.get();
+    const auto product = [&] { run(context, trial); };
     std::vector<std::pair<float, cublasLtMatmulAlgo_t>> timed;
     for (const auto& candidate : found) {
       if (candidate.state != CUBLAS_STATUS_SUCCESS) continue;
@@ -326,13 +342,6 @@ class Plan {
 // The properties that determine a plan.
 using PlanKey = std::tuple<bool, bool, Element, Element, Precision, bool, Epilogue, std::array<uint32_t, 5>,
                            std::array<int64_t, 10>>;
-// Returns the alignments of a, b, c, the bias and aux; 0: no aux.
-std::array<uint32_t, 5> alignments_of(const Gemm& g) {
-  return {alignment_of(g.a.data, g.stride_a, g.a.type, g.batch),
-          alignment_of(g.b.data, g.stride_b, g.b.type, g.batch),
-          alignment_of(g.c.data, g.stride_c, g.c.type, g.batch), alignment_of(g.bias.data),
-          g.aux.data == nullptr ? 0 : alignment_of(g.aux.data)};
-}
 PlanKey key_of(const Gemm& g) {
   const bool one = g.batch == 1;  // its distances do not matter
   return {g.transpose_a,
@@ -393,19 +402,18 @@ class Context {
 
   // Runs the product by a plan. Returns false when cuBLASLt has no algorithm for the product.
   bool planned(const Gemm& g) {
-    const ColumnMajorGemm call = column_major(g);
     auto at = plans_.find(key_of(g));
     if (at == plans_.end()) {
       const std::optional<Tuning> tuning = tuning_of(g);
-      auto plan = std::make_unique<Plan>(lt_, call, g.precision, tuning ? &*tuning : nullptr);
+      auto plan = std::make_unique<Plan>(lt_, g, tuning ? &*tuning : nullptr);
       at = plans_.emplace(key_of(g), std::move(plan)).first;
     }
     if (!at->second->usable()) return false;
-    at->second->run(lt_, call, g.alpha, g.beta);
+    at->second->run(lt_, g);
     return true;
   }
 
-  // Runs a batch on cuBLAS, which is also column-major: kernels/gemm/gemm.h.
+  // Runs a batch on cuBLAS, which is also column-major: see Plan.
   void batch(const Gemm& g) {
     auto distance = [](int64_t ld) { return static_cast<int>(std::max<int64_t>(1, ld)); };
     GW_CUBLAS_CHECK(cublasGemmStridedBatchedEx(
