@@ -145,8 +145,8 @@ Problem softmax_rows(Arena& a, int64_t size) {
 template <typename S, Gelu kForm = Gelu::exact>
 Problem gelu(Arena& a, int64_t size) {
   const int64_t rows = rows_of(size, kMlp), count = rows * kMlp;
-  return problem(bias_gelu<S>, {operands<S>(a, count), a.zeros(kMlp), a.zeros<S>(count), rows, kMlp, kForm},
-                 3 * sizeof(S), count, by(rows, kMlp));
+  return problem(bias_gelu<S>, {operands<S>(a, count), a.zeros<S>(count), rows, kMlp, kForm}, 2 * sizeof(S),
+                 count, by(rows, kMlp));
 }
 
 template <typename S, Gelu kForm = Gelu::exact>
@@ -171,12 +171,14 @@ Problem bias_gradient(Arena& a, int64_t size) {
 }
 
 // For split, merge and attention, `size` is the size of (B, T, C) in bytes; qkv is three times as large.
-template <bool kInverse>
-Problem merge(Arena& a, int64_t size) {
+template <int kParts>
+Problem move(void (*op)(const Stream&, const Heads<float>&), Arena& a, int64_t size, bool bias = false) {
   const Tokens t(size);
-  return problem(merge_heads<float>,
-                 {a.normal(t.elements), a.zeros(t.elements), t.batch, t.tokens, kHeads, kHeadDim, kInverse},
-                 8, t.elements, t.shape);
+  Heads<float> args{.batch = t.batch, .tokens = t.tokens, .heads = kHeads, .head_dim = kHeadDim};
+  args.rows = a.normal(kParts * t.elements);
+  for (int i = 0; i < kParts; ++i) args.parts[i] = a.normal(t.elements);
+  if (bias) args.bias = a.normal(kParts * kWidth);
+  return problem(op, args, 8 * kParts, t.elements, t.shape);
 }
 
 template <typename S>
@@ -249,13 +251,6 @@ const KernelCase kModelCases[] = {
     {"bias_gelu_backward", "bf16", "vit", gelu_backward<Bf16>},
     {"bias_gelu_backward", "tanh", "vit", gelu_backward<float, Gelu::tanh>},
     {"bias_gelu_backward", "tanh bf16", "vit", gelu_backward<Bf16, Gelu::tanh>},
-    {"bias_residual", "", "vit",
-     [](Arena& a, int64_t size) {
-       const int64_t rows = rows_of(size, kWidth), count = rows * kWidth;
-       return problem(bias_residual<float>,
-                      {a.normal(count), a.normal(kWidth), a.normal(count), a.zeros(count), rows, kWidth}, 12,
-                      count, by(rows, kWidth));
-     }},
     {"column_sum", "", "vit", bias_gradient<float>},
     {"column_sum", "bf16", "vit", bias_gradient<Bf16>},
     {"combine_sums", "", "vit",
@@ -267,28 +262,16 @@ const KernelCase kModelCases[] = {
        args.of[0].sums = {a.zeros(kWidth), a.zeros(kWidth), a.zeros(kWidth)};
        return problem(combine_sums, args, 4, count, by(rows, 3 * kWidth));
      }},
-    {"split_heads", "", "vit",
-     [](Arena& a, int64_t size) {
-       const Tokens t(size);
-       return problem(split_heads<float>,
-                      {a.normal(3 * t.elements), a.normal(3 * kWidth), a.zeros(t.elements),
-                       a.zeros(t.elements), a.zeros(t.elements), t.batch, t.tokens, kHeads, kHeadDim},
-                      24, t.elements, t.shape);
-     }},
-    {"split_heads_backward", "", "vit",
-     [](Arena& a, int64_t size) {
-       const Tokens t(size);
-       return problem(split_heads_backward<float>,
-                      {a.normal(t.elements), a.normal(t.elements), a.normal(t.elements),
-                       a.zeros(3 * t.elements), t.batch, t.tokens, kHeads, kHeadDim},
-                      24, t.elements, t.shape);
-     }},
-    {"merge_heads", "", "vit", merge<false>},
-    {"merge_heads", "inverse", "vit", merge<true>},
-    {"attention", "", "vit", attend<float>},
-    {"attention", "bf16", "vit", attend<Bf16>},
-    {"attention_backward", "", "vit", attend_backward<float>},
-    {"attention_backward", "bf16", "vit", attend_backward<Bf16>},
+    {"split_heads", "", "vit", [](Arena& a, int64_t size) { return move<1>(split_heads<float>, a, size); }},
+    {"split_heads", "qkv", "vit",
+     [](Arena& a, int64_t size) { return move<3>(split_heads<float>, a, size, true); }},
+    {"merge_heads", "", "vit", [](Arena& a, int64_t size) { return move<1>(merge_heads<float>, a, size); }},
+    {"merge_heads", "qkv", "vit",
+     [](Arena& a, int64_t size) { return move<3>(merge_heads<float>, a, size); }},
+    {"attention", "", "vit", attend<float>, false},
+    {"attention", "bf16", "vit", attend<Bf16>, false},
+    {"attention_backward", "", "vit", attend_backward<float>, false},
+    {"attention_backward", "bf16", "vit", attend_backward<Bf16>, false},
     {"cross_entropy", "", "vit",
      [](Arena& a, int64_t size) {
        const int64_t rows = rows_of(size, kClasses), count = rows * kClasses;

@@ -59,6 +59,7 @@ class Kernels final : public Command {
       size_t done = 0;
       for (const KernelCase& c : cases) {
         for (int64_t size : sizes) {
+          if (which.is_host() && !c.on_host) continue;
           arena.reset();
           measure(device, c, c.make(arena, size), size);
           case_done(++done, cases.size() * sizes.size());

@@ -7,7 +7,6 @@
 #include "kernels/math/small_float.h"
 #include "kernels/simd/vector.h"
 #include "runtime/threads/thread.h"
-#include "runtime/util/error.h"
 
 #ifdef __x86_64__
 // GCC 12 warns about undefined values in the header itself:
@@ -19,17 +18,12 @@
 #pragma GCC diagnostic pop
 #define GW_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
 #define GW_AVX512_INLINE __attribute__((target("avx512f,avx512bw,avx512vl"), always_inline)) inline
-#endif
-
-#ifdef __x86_64__
-#include <cpuid.h>
-#include <immintrin.h>
-#endif
-
-#if defined(__x86_64__) && defined(__linux__)
+#ifdef __linux__
 #define GW_AMX 1
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #endif
 
 namespace gradwire::host {
@@ -83,23 +77,6 @@ std::atomic<Bf16Products>& chosen() {
   return way;
 }
 
-}  // namespace
-
-Bf16Products bf16_products() {
-  return chosen().load(std::memory_order_relaxed);
-}
-void use_bf16_products(Bf16Products way) {
-  chosen().store(way, std::memory_order_relaxed);
-}
-
-void Bf16Panels::resize(const Gemm& g, Bf16Products way) {
-  pairs_ = pairs_of(g, way);
-  count_ = (g.n + kBf16Columns - 1) / kBf16Columns;
-  words_ = memory_.reserve(count_ * pairs_ * kBf16Columns);
-}
-
-namespace {
-
 // Packs all of `lines`, `width` per panel, panels in sequence, starting at `first`. Lines that are columns
 // share their rows' cache lines and pages, so some pairs of all panels are packed before the next pairs.
 void pack_panels(const Bf16Lines& lines, const Bf16Panel& first) {
@@ -119,6 +96,19 @@ void pack_panels(const Bf16Lines& lines, const Bf16Panel& first) {
 }
 
 }  // namespace
+
+Bf16Products bf16_products() {
+  return chosen().load(std::memory_order_relaxed);
+}
+void use_bf16_products(Bf16Products way) {
+  chosen().store(way, std::memory_order_relaxed);
+}
+
+void Bf16Panels::resize(const Gemm& g, Bf16Products way) {
+  pairs_ = pairs_of(g, way);
+  count_ = (g.n + kBf16Columns - 1) / kBf16Columns;
+  words_ = memory_.reserve(count_ * pairs_ * kBf16Columns);
+}
 
 void Bf16Panels::pack(const Gemm& g, int64_t index, int64_t begin, int64_t end) {
   const int64_t column = begin * kBf16Columns;
@@ -179,9 +169,9 @@ void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_
 
 }  // namespace gradwire::host
 
-namespace gradwire {
+namespace gradwire::reference {
 
-void reference::pack_bf16(const host::Bf16Lines& lines, const host::Bf16Panel& panel) {
+void pack_bf16(const host::Bf16Lines& lines, const host::Bf16Panel& panel) {
   auto element = [&](int64_t line, int64_t i) -> uint32_t {
     if (line >= lines.count || i >= lines.k) return 0;
     return lines.from[lines.are_rows ? line * lines.ld + i : i * lines.ld + line].bits;
@@ -197,11 +187,12 @@ void reference::pack_bf16(const host::Bf16Lines& lines, const host::Bf16Panel& p
   }
 }
 
-namespace host {
+}  // namespace gradwire::reference
 
-#ifdef __x86_64__
+namespace gradwire::host {
 namespace {
 
+#ifdef __x86_64__
 // A block of words: 16 lines of 16 pairs, or 16 pairs of 16 lines.
 struct Words {
   __m512i row[16];
@@ -304,23 +295,7 @@ GW_AVX512 void pack_avx512(const Bf16Lines& lines, const Bf16Panel& panel) {
   }
 }
 
-}  // namespace
 #endif
-
-void pack_bf16(const Bf16Lines& lines, const Bf16Panel& panel) {
-#ifdef __x86_64__
-  if (has_bf16_products(Bf16Products::avx512)) return pack_avx512(lines, panel);
-#endif
-  reference::pack_bf16(lines, panel);
-}
-
-}  // namespace host
-
-}  // namespace gradwire
-
-namespace gradwire::host {
-
-namespace {
 
 constexpr int kAvx512Rows = 14;  // accumulators use 28 of 32 vector registers
 constexpr int kAmxRows = 32;     // accumulators use 2 x 2 tile registers of 16 x 16
@@ -329,29 +304,22 @@ constexpr int kAmxRows = 32;     // accumulators use 2 x 2 tile registers of 16 
 float flushed(float x) {
   return std::abs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
 }
-// Return the two BF16 numbers of a pair; the first is in the lower half.
-float first_of(uint32_t pair) {
-  return flushed(bits_float(pair << 16));
-}
-float second_of(uint32_t pair) {
-  return flushed(bits_float(pair & 0xffff0000u));
-}
-
-void run_all(const Bf16Meanwhile& meanwhile) {
-  meanwhile.run(meanwhile.work, 0, meanwhile.parts);
+// Returns a BF16 number of a pair: number 0 in the lower half, or number 1.
+float number_of(uint32_t pair, int which) {
+  return flushed(bits_float(which == 0 ? pair << 16 : pair & 0xffff0000u));
 }
 
 void avx512_emulated(const Bf16Rows& rows, const uint32_t* b, int64_t pairs, float* tile,
                      const Bf16Meanwhile& meanwhile) {
-  run_all(meanwhile);
+  meanwhile.run(meanwhile.work, 0, meanwhile.parts);
   const uint32_t* a = rows.from;
   std::fill_n(tile, kAvx512Rows * kBf16Columns, 0.0f);
   for (int64_t p = 0; p < pairs; ++p, a += rows.block, b += kBf16Columns) {
     for (int row = 0; row < kAvx512Rows; ++row) {
       for (int column = 0; column < kBf16Columns; ++column) {
         float& sum = tile[row * kBf16Columns + column];
-        sum = flushed(std::fma(second_of(a[row]), second_of(b[column]), sum));
-        sum = flushed(std::fma(first_of(a[row]), first_of(b[column]), sum));
+        sum = flushed(std::fma(number_of(a[row], 1), number_of(b[column], 1), sum));
+        sum = flushed(std::fma(number_of(a[row], 0), number_of(b[column], 0), sum));
       }
     }
   }
@@ -359,7 +327,7 @@ void avx512_emulated(const Bf16Rows& rows, const uint32_t* b, int64_t pairs, flo
 
 void amx_emulated(const Bf16Rows& rows, const uint32_t* b, int64_t pairs, float* tile,
                   const Bf16Meanwhile& meanwhile) {
-  run_all(meanwhile);
+  meanwhile.run(meanwhile.work, 0, meanwhile.parts);
   const uint32_t* a = rows.from;
   std::fill_n(tile, kAmxRows * kBf16Columns, 0.0f);
   for (int64_t p = 0; p < pairs; p += kPairsPerBlock, a += rows.block, b += kPairsPerBlock * kBf16Columns) {
@@ -368,8 +336,8 @@ void amx_emulated(const Bf16Rows& rows, const uint32_t* b, int64_t pairs, float*
         float first = 0.0f, second = 0.0f;
         for (int i = 0; i < kPairsPerBlock; ++i) {
           const uint32_t x = a[row * rows.row + i], y = b[i * kBf16Columns + column];
-          first = flushed(std::fma(first_of(x), first_of(y), first));
-          second = flushed(std::fma(second_of(x), second_of(y), second));
+          first = flushed(std::fma(number_of(x, 0), number_of(y, 0), first));
+          second = flushed(std::fma(number_of(x, 1), number_of(y, 1), second));
         }
         float& sum = tile[row * kBf16Columns + column];
         sum = flushed(sum + flushed(first + second));
@@ -383,7 +351,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void avx512(cons
                                                                             const uint32_t* b, int64_t pairs,
                                                                             float* tile,
                                                                             const Bf16Meanwhile& meanwhile) {
-  run_all(meanwhile);
+  meanwhile.run(meanwhile.work, 0, meanwhile.parts);
   const uint32_t* a = rows.from;
   __m512 low[kAvx512Rows], high[kAvx512Rows];
 #pragma GCC unroll 14
@@ -475,17 +443,6 @@ bool has_avx512_bf16() {
 #endif
 }
 
-// Returns whether the processor has AVX512-FP16, which identifies Intel's processors since Sapphire Rapids.
-// Their VDPBF16PS is slower than two FP32 FMAs: 115 against 174 GFLOP/s were measured. These processors
-// should use AMX, but a virtual machine may hide it.
-bool has_avx512_fp16() {
-#ifdef __x86_64__
-  return __builtin_cpu_supports("avx512fp16");
-#else
-  return false;
-#endif
-}
-
 // Returns whether AMX is usable. Packing for AMX uses AVX-512; every processor with AMX has AVX-512.
 bool has_amx() {
 #ifdef GW_AMX
@@ -498,6 +455,13 @@ bool has_amx() {
 
 }  // namespace
 
+void pack_bf16(const Bf16Lines& lines, const Bf16Panel& panel) {
+#ifdef __x86_64__
+  if (has_avx512_bf16()) return pack_avx512(lines, panel);
+#endif
+  reference::pack_bf16(lines, panel);
+}
+
 bool has_bf16_products(Bf16Products way) {
   if (way == Bf16Products::amx) return has_amx();
   if (way == Bf16Products::avx512) return has_avx512_bf16();
@@ -506,23 +470,18 @@ bool has_bf16_products(Bf16Products way) {
 
 Bf16Products best_bf16_products() {
   if (has_amx()) return Bf16Products::amx;
-  return has_avx512_bf16() && !has_avx512_fp16() ? Bf16Products::avx512 : Bf16Products::widened;
+#ifdef __x86_64__
+  // On processors with AVX512-FP16, Intel's since Sapphire Rapids, VDPBF16PS is slower than two FP32 FMAs:
+  // 115 against 174 GFLOP/s were measured. They should use AMX, but a virtual machine may hide it.
+  if (has_avx512_bf16() && !__builtin_cpu_supports("avx512fp16")) return Bf16Products::avx512;
+#endif
+  return Bf16Products::widened;
 }
 
 const char* name_of(Bf16Products way) {
-  switch (way) {
-    case Bf16Products::amx:
-      return "AMX";
-    case Bf16Products::amx_emulated:
-      return "AMX, emulated";
-    case Bf16Products::avx512:
-      return "AVX512-BF16";
-    case Bf16Products::avx512_emulated:
-      return "AVX512-BF16, emulated";
-    case Bf16Products::widened:
-      return "FP32";
-  }
-  throw Error("unknown Bf16Products");
+  static constexpr const char* kNames[] = {"AMX", "AMX, emulated", "AVX512-BF16", "AVX512-BF16, emulated",
+                                           "FP32"};
+  return kNames[static_cast<size_t>(way)];
 }
 
 Bf16TileShape tile_shape(Bf16Products way) {
@@ -531,13 +490,13 @@ Bf16TileShape tile_shape(Bf16Products way) {
 }
 
 Bf16Tiles::Bf16Tiles(Bf16Products way) : way_(way) {
-  multiply_ = way == Bf16Products::amx_emulated ? amx_emulated : avx512_emulated;
+  multiply = way == Bf16Products::amx_emulated ? amx_emulated : avx512_emulated;
 #ifdef __x86_64__
-  if (way == Bf16Products::avx512) multiply_ = avx512;
+  if (way == Bf16Products::avx512) multiply = avx512;
 #endif
 #ifdef GW_AMX
   if (way == Bf16Products::amx) {
-    multiply_ = amx;
+    multiply = amx;
     configure_amx();
   }
 #endif

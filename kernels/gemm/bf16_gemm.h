@@ -80,14 +80,11 @@ class Bf16Tiles {
 
   // Computes tile (rows, kBf16Columns) as the product of rows of A and a panel of B, and runs `meanwhile`.
   // The tile, the rows and the panel begin with a cache line, as does each row in blocks.
-  void multiply(const Bf16Rows& a, const uint32_t* b, int64_t pairs, float* tile,
-                const Bf16Meanwhile& meanwhile) const {
-    multiply_(a, b, pairs, tile, meanwhile);
-  }
+  void (*multiply)(const Bf16Rows& a, const uint32_t* b, int64_t pairs, float* tile,
+                   const Bf16Meanwhile& meanwhile);
 
  private:
   Bf16Products way_;
-  void (*multiply_)(const Bf16Rows&, const uint32_t*, int64_t, float*, const Bf16Meanwhile&);
 };
 
 // Returns how the process multiplies BF16 matrices: the processor's fastest way, unless a test overrides it.
@@ -123,10 +120,9 @@ namespace gradwire::host {
 
 // The location of a panel's lines.
 struct Bf16Lines {
-  bool
-      // true: line i begins at from + i ld and is contiguous. false: line i begins at from + i, and its
-      // elements are ld apart.
-      are_rows;
+  // true: line i begins at from + i ld and is contiguous. false: line i begins at from + i, and its elements
+  // are ld apart.
+  bool are_rows;
   const Bf16* from;
   int64_t ld, k, count;  // count <= width of the panel; further lines are zero
 };

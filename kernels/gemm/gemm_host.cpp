@@ -30,11 +30,6 @@ void run(const Gemm& g) {
       host_threads(), no_memory_text());
 }
 
-void add_bias(const Gemm& g, float* c, int64_t rows) {
-  if (g.bias.data == nullptr) return;
-  for (int64_t row = 0; row < rows; ++row) add_all(g.bias.at<float>(0), g.n, c + row * g.ldc);
-}
-
 // A thread's memory for FP32 copies; each buffer only grows.
 enum class Copy { a, b, c };
 float* scratch(Copy which, int64_t floats) {
@@ -51,8 +46,8 @@ void widen_matrix(const Bf16* from, int64_t ld, int64_t rows, int64_t columns, f
 
 // Computes rows [begin, end) of a product of BF16 matrices; `b` is op(B)'s matrix as dense FP32.
 void rows_of_bf16(const Gemm& g, const Bf16* a, const float* b, int64_t index, int64_t begin, int64_t end) {
-  const auto compute = [small = is_small(g)](const Gemm& p) { small ? small_gemm(p, 0, 1) : run(p); };
-  const int64_t rows = end - begin;
+  const int64_t rows = end - begin, first = index * g.stride_c + begin * g.ldc;
+  const bool fp32 = g.c.type == Element::fp32;
   float* wide_a = scratch(Copy::a, rows * g.k);
   if (g.transpose_a) {
     widen_matrix(a + begin, g.lda, g.k, rows, wide_a);
@@ -68,24 +63,19 @@ void rows_of_bf16(const Gemm& g, const Bf16* a, const float* b, int64_t index, i
          .lda = g.transpose_a ? rows : g.k,
          .b = b,
          .ldb = g.transpose_b ? g.k : g.n,
-         .ldc = g.ldc,
+         .ldc = fp32 ? g.ldc : g.n,
          .alpha = g.alpha,
          .beta = g.beta};
-  const int64_t first = index * g.stride_c + begin * g.ldc;
-  if (g.c.type == Element::fp32) {
-    float* const c = g.c.at<float>(first);
-    p.c = c;
-    compute(p);
-    return add_bias(g, c, rows);
-  }
-  Bf16* c = g.c.at<Bf16>(first);
-  float* const wide_c = scratch(Copy::c, rows * g.n);
-  p.c = wide_c;
-  p.ldc = g.n;
-  if (g.beta != 0.0f) widen_matrix(c, g.ldc, rows, g.n, wide_c);
-  compute(p);
+  float* const c = fp32 ? g.c.at<float>(first) : scratch(Copy::c, rows * g.n);
+  p.c = c;
+  if (!fp32 && g.beta != 0.0f) widen_matrix(g.c.at<Bf16>(first), g.ldc, rows, g.n, c);
+  is_small(g) ? small_gemm(p, 0, 1) : run(p);
   for (int64_t row = 0; row < rows; ++row) {
-    narrow_all(wide_c + row * g.n, g.bias.at<Bf16>(0), g.n, c + row * g.ldc);
+    if (!fp32) {
+      narrow_all(c + row * g.n, g.bias.at<Bf16>(0), g.n, g.c.at<Bf16>(first + row * g.ldc));
+    } else if (g.bias.data != nullptr) {
+      add_all(g.bias.at<float>(0), g.n, c + row * g.ldc);
+    }
   }
 }
 
@@ -122,17 +112,10 @@ void one_product_in_bf16(const Gemm& g, Bf16Products way) {
   });
 }
 
-int64_t stored_rows_of_b(const Gemm& g) {
-  return g.transpose_b ? g.n : g.k;
-}
-int64_t stored_columns_of_b(const Gemm& g) {
-  return g.transpose_b ? g.k : g.n;
-}
-
 void one_bf16_product(const Gemm& g, int64_t piece) {
   const Bf16Products way = bf16_products();
   if (way != Bf16Products::widened) return one_product_in_bf16(g, way);
-  const int64_t stored = stored_rows_of_b(g), columns = stored_columns_of_b(g);
+  const int64_t stored = g.transpose_b ? g.n : g.k, columns = g.transpose_b ? g.k : g.n;
   float* wide_b = scratch(Copy::b, stored * columns);
   parallel_for(
       stored, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, columns)), [&](int64_t begin, int64_t end) {
@@ -173,17 +156,13 @@ void one_fp32_product(const Gemm& g) {
   });
 }
 
-// Returns whether the products of a batch fill enough of the AMX tiles to be faster than small_gemm: AMX is
-// twice as fast for 50 x 50 x 64, small_gemm for 17 x 17 x 16.
-bool worth_tiles(const Gemm& g, Bf16Products way) {
-  if (way == Bf16Products::amx || way == Bf16Products::amx_emulated) return g.m * g.n * g.k >= 16384;
-  return way != Bf16Products::widened && !is_small(g);
-}
-
 // Computes products [begin, end) of a batch of BF16 matrices.
 void bf16_batch(const Gemm& g, int64_t begin, int64_t end) {
   const Bf16Products way = bf16_products();
-  if (worth_tiles(g, way)) {
+  // Whether the products fill enough of the AMX tiles to be faster than small_gemm: AMX is twice as fast for
+  // 50 x 50 x 64, small_gemm for 17 x 17 x 16.
+  const bool amx = way == Bf16Products::amx || way == Bf16Products::amx_emulated;
+  if (amx ? g.m * g.n * g.k >= 16384 : way != Bf16Products::widened && !is_small(g)) {
     Bf16Panels& b = thread_panels();
     b.resize(g, way);
     for (int64_t i = begin; i < end; ++i) {
@@ -192,7 +171,7 @@ void bf16_batch(const Gemm& g, int64_t begin, int64_t end) {
     }
     return;
   }
-  const int64_t stored = stored_rows_of_b(g), columns = stored_columns_of_b(g);
+  const int64_t stored = g.transpose_b ? g.n : g.k, columns = g.transpose_b ? g.k : g.n;
   float* wide_b = scratch(Copy::b, stored * columns);
   for (int64_t i = begin; i < end; ++i) {
     widen_matrix(g.b.at<Bf16>(i * g.stride_b), g.ldb, stored, columns, wide_b);

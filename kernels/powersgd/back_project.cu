@@ -1,12 +1,11 @@
 // PowerSGD passes (b) and (d) on CUDA: Q = M^T P; or E = residual + pending, M = grad + E, stored into
 // residual, and Q = M^T P.
 //
-// Bytes per element: 4 B in pass (b), 12 B in pass (d). Limit: memory bandwidth up to about rank 8; beyond, M
-// is read again for every eight columns of P, mostly from the L2 cache. A block takes a panel of 16 or 32
-// whole columns. Each thread owns four columns, and rows at a fixed stride; as the panel streams in, the
-// thread accumulates its part of Q in registers. Parts are summed over a warp's lanes, then over warps in
-// order. Blocks are independent of each other. Alignment: any; 16-byte accesses when a matrix's rows are
-// 16-byte aligned.
+// Bytes per element: 4 B in pass (b), 12 B in pass (d). Limit: memory bandwidth up to about rank 8. Up to
+// rank kMaxNarrowRank, a block takes a panel of 16 or 32 whole columns. Each thread owns four columns, and
+// rows at a fixed stride; as the panel streams in, the thread accumulates its part of Q in registers. Parts
+// are summed over a warp's lanes, then over warps in order. Blocks are independent of each other. Alignment:
+// any; 16-byte accesses when a matrix's rows are 16-byte aligned.
 #include "kernels/powersgd/powersgd.cuh"
 
 namespace gradwire::cuda {
@@ -24,22 +23,22 @@ struct BackProjectArgs {
   const float* p;
   float* q;
   const int32_t* flags = nullptr;
+  int first = 0;  // above 0: an earlier launch formed M, and wrote the columns of Q before this one
 };
 
-// Loads columns [k0, k0 + kRank) of a row of P; columns beyond the rank are zero.
+// Loads the first kRank columns of a row of P; columns beyond the rank are zero.
 template <int kRank>
-__device__ __forceinline__ void load_p(const float* row, int k0, int rank, bool vector, float (&p)[kRank]) {
-  if (kRank % 4 == 0 && vector) {
-#pragma unroll
-    for (int k = 0; k < kRank; k += 4) {
+__device__ __forceinline__ void load_p(const float* row, int rank, bool vector, float (&p)[kRank]) {
+  if constexpr (kRank == 4) {
+    if (vector) {
       float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (k0 + k < rank) v = *reinterpret_cast<const float4*>(row + k0 + k);
-      p[k] = v.x, p[k + 1] = v.y, p[k + 2] = v.z, p[k + 3] = v.w;
+      if (rank > 0) v = *reinterpret_cast<const float4*>(row);
+      p[0] = v.x, p[1] = v.y, p[2] = v.z, p[3] = v.w;
+      return;
     }
-  } else {
-#pragma unroll
-    for (int k = 0; k < kRank; ++k) p[k] = k0 + k < rank ? row[k0 + k] : 0.0f;
   }
+#pragma unroll
+  for (int k = 0; k < kRank; ++k) p[k] = k < rank ? row[k] : 0.0f;
 }
 
 struct Panel {
@@ -47,10 +46,10 @@ struct Panel {
   float* parts;                 // shared memory: (kWarps, width * kRank)
 };
 
-// Sums acc over the block and writes columns [k0, k0 + kRank) of the panel's Q.
-template <int kRank, bool kForms, bool kVector>
+// Sums acc over the block and writes the first kRank columns of the panel's Q.
+template <int kRank, bool kVector>
 __device__ __forceinline__ void combine(const BackProjectArgs& a, const MatrixDescriptor& d,
-                                        const Panel& panel, const Quad<kVector>& quad, int k0,
+                                        const Panel& panel, const Quad<kVector>& quad,
                                         float (&acc)[4][kRank]) {
   int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   for (int offset = 16; offset >= quad.spread; offset /= 2) {
@@ -60,7 +59,6 @@ __device__ __forceinline__ void combine(const BackProjectArgs& a, const MatrixDe
       for (int k = 0; k < kRank; ++k) acc[c][k] += __shfl_xor_sync(kAllLanes, acc[c][k], offset);
     }
   }
-  __syncthreads();  // readers of `parts` are done
   if (lane < quad.spread) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -71,113 +69,63 @@ __device__ __forceinline__ void combine(const BackProjectArgs& a, const MatrixDe
     }
   }
   __syncthreads();
-  int item = static_cast<int>(threadIdx.x), column = item / kRank, k = k0 + item % kRank;
+  int item = static_cast<int>(threadIdx.x), column = item / kRank, k = item % kRank;
   if (column < panel.columns && k < d.rank) {
     float sum = 0.0f;
     for (int w = 0; w < kWarps; ++w) sum += panel.parts[w * panel.width * kRank + item];
-    float* row = a.q + d.q_offset + static_cast<int64_t>(panel.column0 + column) * d.rank;
-    // The pass over the first columns detected non-finite M. Later passes read M back from the residual,
-    // which is always finite.
-    if (kForms && k0 > 0 && !is_finite(row[0])) sum = row[0];
-    row[k] = sum;
-  }
-}
-
-// Forms M for the four columns of kBatch rows, which start at row0 and are row_step rows apart. `m` holds the
-// gradient.
-template <int kBatch, bool kVector>
-__device__ __forceinline__ void form_m(const BackProjectArgs& a, const MatrixDescriptor& d, bool pending,
-                                       const Panel& panel, const Quad<kVector>& quad, int row0, int row_step,
-                                       float (&m)[kBatch][4]) {
-  float e[kBatch][4];
-  float* residual = a.residual + d.offset + panel.column0;
-#pragma unroll
-  for (int b = 0; b < kBatch; ++b) {
-    const int row = row0 + b * row_step;
-    quad.load(residual + static_cast<int64_t>(row) * d.cols, row < d.rows ? panel.columns : 0, e[b]);
-  }
-  if (pending) {
-    const float* q = a.pending.q + d.q_offset + static_cast<int64_t>(panel.column0) * d.rank;
-#pragma unroll 1
-    for (int k = 0; k < d.rank; ++k) {
-      float weights[4];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int column = quad.column(c);
-        weights[c] = column < panel.columns ? q[static_cast<int64_t>(column) * d.rank + k] : 0.0f;
-      }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int row = row0 + b * row_step;
-        const float p =
-            row < d.rows ? a.pending.p[d.p_offset + static_cast<int64_t>(row) * d.rank + k] : 0.0f;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) e[b][c] = fmaf(p, weights[c], e[b][c]);
-      }
-    }
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) e[b][c] = is_finite(e[b][c]) ? e[b][c] : 0.0f;
-    }
-  }
-#pragma unroll
-  for (int b = 0; b < kBatch; ++b) {
-    const int row = row0 + b * row_step;
-    float keep[4];
-    add_gradient(m[b], e[b], keep);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) m[b][c] = e[b][c];
-    quad.store(residual + static_cast<int64_t>(row) * d.cols, row < d.rows ? panel.columns : 0, keep);
+    a.q[d.q_offset + static_cast<int64_t>(panel.column0 + column) * d.rank + k] = sum;
   }
 }
 
 template <int kRank, bool kForms, bool kVector>
 __device__ __forceinline__ void back_project_panel(const BackProjectArgs& a, const MatrixDescriptor& d,
                                                    bool pending, const Panel& panel) {
-  // Rows per thread and load; more rows would spill registers.
-  constexpr int kBatch = kForms || kRank > 4 ? 2 : 4;
+  constexpr int kBatch = kForms ? 2 : 4;  // rows per thread and load; more rows would spill registers
   Quad<kVector> quad{panel.width / 4, static_cast<int>(threadIdx.x) % (panel.width / 4)};
   int row_of_thread = static_cast<int>(threadIdx.x) / quad.spread, row_step = kThreads / quad.spread;
   const float* p = a.p + d.p_offset;
   bool p_vector = d.rank % 4 == 0 && aligned16(p);
-
-  for (int k0 = 0; k0 < d.rank; k0 += kRank) {
-    const float* from = (kForms && k0 > 0 ? a.residual : a.m) + d.offset + panel.column0;
-    float acc[4][kRank];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-#pragma unroll
-      for (int k = 0; k < kRank; ++k) acc[c][k] = 0.0f;
-    }
+  const int64_t pending_q = d.q_offset + static_cast<int64_t>(panel.column0) * d.rank;
+  float acc[4][kRank] = {};
 #pragma unroll 1
-    for (int row0 = row_of_thread; row0 < d.rows; row0 += kBatch * row_step) {
-      float m[kBatch][4], weights[kBatch][kRank];
+  for (int row0 = row_of_thread; row0 < d.rows; row0 += kBatch * row_step) {
+    float m[kBatch][4], weights[kBatch][kRank];
+    const int64_t at = d.offset + panel.column0 + static_cast<int64_t>(row0) * d.cols;
+    const int64_t step = static_cast<int64_t>(row_step) * d.cols;
+    const auto limit = [&](int b) { return row0 + b * row_step < d.rows ? panel.columns : 0; };
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        int row = row0 + b * row_step;
-        quad.load(from + static_cast<int64_t>(row) * d.cols, row < d.rows ? panel.columns : 0, m[b]);
-      }
-      if constexpr (kForms) {
-        if (k0 == 0) form_m<kBatch, kVector>(a, d, pending, panel, quad, row0, row_step, m);
-      }
+    for (int b = 0; b < kBatch; ++b) quad.load(a.m + at + b * step, limit(b), m[b]);
+    if constexpr (kForms) {
+      form_rows<kBatch>(
+          quad, a.residual + at, step, limit, pending ? d.rank : 0,
+          [&](int b, int k) {
+            const int row = row0 + b * row_step;
+            return row < d.rows ? a.pending.p[d.p_offset + static_cast<int64_t>(row) * d.rank + k] : 0.0f;
+          },
+          [&](int k, float(&q)[4]) {
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        int row = row0 + b * row_step;
-        load_p<kRank>(p + static_cast<int64_t>(row) * d.rank, k0, row < d.rows ? d.rank : 0, p_vector,
-                      weights[b]);
-      }
+            for (int c = 0; c < 4; ++c) {
+              const int column = quad.column(c);
+              q[c] = column < panel.columns ? a.pending.q[pending_q + int64_t{column} * d.rank + k] : 0.0f;
+            }
+          },
+          m);
+    }
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
+    for (int b = 0; b < kBatch; ++b) {
+      const int row = row0 + b * row_step;
+      load_p<kRank>(p + static_cast<int64_t>(row) * d.rank, row < d.rows ? d.rank : 0, p_vector, weights[b]);
+    }
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
+    for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-          for (int k = 0; k < kRank; ++k) acc[c][k] = fmaf(m[b][c], weights[b][k], acc[c][k]);
-        }
+      for (int c = 0; c < 4; ++c) {
+#pragma unroll
+        for (int k = 0; k < kRank; ++k) acc[c][k] = fmaf(m[b][c], weights[b][k], acc[c][k]);
       }
     }
-    combine<kRank, kForms, kVector>(a, d, panel, quad, k0, acc);
   }
+  combine<kRank>(a, d, panel, quad, acc);
 }
 
 template <int kRank, bool kForms>
@@ -224,10 +172,8 @@ void launch_for_rank(CudaStream stream, const MatrixTable& table, const BackProj
     launch_back_project<1, kForms>(stream, table, a);
   } else if (rank <= 2) {
     launch_back_project<2, kForms>(stream, table, a);
-  } else if (rank <= 4) {
+  } else {
     launch_back_project<4, kForms>(stream, table, a);
-  } else if constexpr (kForms) {
-    launch_back_project<8, kForms>(stream, table, a);
   }
 }
 
@@ -245,6 +191,7 @@ struct WidePanel {
   int cols, rank;
   int columns, factors;  // the number of columns of M and of P within the matrix
   int rows;              // rows left
+  bool formed;           // the first column of Q shows where M was not finite; the residual is finite
 };
 
 template <bool kVector>
@@ -283,7 +230,7 @@ __device__ __forceinline__ void multiply_stage(const float* stage, const TileLan
 }
 
 template <bool kVector>
-__device__ __forceinline__ void back_project_wide_panel(WidePanel panel, float* q, float* shared) {
+__device__ __forceinline__ void back_project_wide_panel(WidePanel panel, float* q, int k0, float* shared) {
   const int steps = (panel.rows + kStageRows - 1) / kStageRows, thread = static_cast<int>(threadIdx.x);
   const TileLane lane;
   float acc[8][8] = {};
@@ -315,7 +262,8 @@ __device__ __forceinline__ void back_project_wide_panel(WidePanel panel, float* 
   for (int column = thread / kWarpTile; column < panel.columns && k < panel.factors; column += kWarps) {
     float sum = 0.0f;
     for (int w = 0; w < kWarps; ++w) sum += shared[(w * kWidePanelColumns + column) * kWarpTile + k];
-    q[static_cast<int64_t>(column) * panel.rank + k] = sum;
+    float* const row = q + static_cast<int64_t>(column) * panel.rank;
+    row[k0 + k] = panel.formed && !is_finite(row[0]) ? row[0] : sum;
   }
 }
 
@@ -324,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   GW_DYNAMIC_SHARED(float, shared);
   __shared__ int found[1];
   const int block = static_cast<int>(blockIdx.x) / parts_of_rank;
-  const int k0 = static_cast<int>(blockIdx.x) % parts_of_rank * kWarpTile;
+  const int k0 = a.first + static_cast<int>(blockIdx.x) % parts_of_rank * kWarpTile;
   const int matrix = find_matrix(a.matrices, &MatrixBlocks::wide_panel, block, found);
   const MatrixDescriptor d = a.matrices.descriptors[matrix];
   if (k0 >= d.rank) return;
@@ -335,22 +283,23 @@ __global__ void __launch_bounds__(kThreads, 2)
                         .rank = d.rank,
                         .columns = min(kWidePanelColumns, d.cols - column0),
                         .factors = min(kWarpTile, d.rank - k0),
-                        .rows = d.rows};
-  float* const q = a.q + d.q_offset + static_cast<int64_t>(column0) * d.rank + k0;
+                        .rows = d.rows,
+                        .formed = a.first > 0};
+  float* const q = a.q + d.q_offset + static_cast<int64_t>(column0) * d.rank;
   if (a.flags != nullptr && a.flags[matrix] != 0) {  // M was not finite
     const int k = static_cast<int>(threadIdx.x) % kWarpTile;
     for (int column = static_cast<int>(threadIdx.x) / kWarpTile; column < panel.columns; column += kWarps) {
-      if (k < panel.factors) q[static_cast<int64_t>(column) * panel.rank + k] = 0.0f;
+      if (k < panel.factors) q[static_cast<int64_t>(column) * panel.rank + k0 + k] = 0.0f;
     }
   } else if (d.cols % 4 == 0 && d.rank % 4 == 0 && aligned16(panel.m) && aligned16(panel.p)) {
-    back_project_wide_panel<true>(panel, q, shared);
+    back_project_wide_panel<true>(panel, q, k0, shared);
   } else {
-    back_project_wide_panel<false>(panel, q, shared);
+    back_project_wide_panel<false>(panel, q, k0, shared);
   }
 }
 
 void launch_back_project_wide(CudaStream stream, const MatrixTable& table, const BackProjectArgs& a) {
-  const int parts_of_rank = (table.max_rank() + kWarpTile - 1) / kWarpTile;
+  const int parts_of_rank = (table.max_rank() - a.first + kWarpTile - 1) / kWarpTile;
   launch("powersgd_back_project", back_project_wide_kernel,
          {.grid = dim3(static_cast<unsigned>(table.host_blocks().back().wide_panel * parts_of_rank)),
           .block = dim3(kThreads),
@@ -369,17 +318,18 @@ void powersgd_back_project(CudaStream stream, const PowerSgdBackProject& op) {
 }
 
 void powersgd_project_onto(CudaStream stream, const PowerSgdProjectOnto& op) {
-  const BackProjectArgs a{.matrices = matrices_of(*op.table),
-                          .m = op.grad,
-                          .residual = op.residual,
-                          .pending = op.pending,
-                          .p = op.p,
-                          .q = op.q};
-  if (op.residual != nullptr) {
-    launch_for_rank<true>(stream, *op.table, a);
-  } else {
-    powersgd_back_project(stream, {.table = op.table, .m = op.grad, .p = op.p, .q = op.q});
-  }
+  if (op.residual == nullptr)
+    return powersgd_back_project(stream, {.table = op.table, .m = op.grad, .p = op.p, .q = op.q});
+  BackProjectArgs a{.matrices = matrices_of(*op.table),
+                    .m = op.grad,
+                    .residual = op.residual,
+                    .pending = op.pending,
+                    .p = op.p,
+                    .q = op.q};
+  launch_for_rank<true>(stream, *op.table, a);
+  if (op.table->max_rank() <= kMaxNarrowRank) return;
+  a.m = op.residual, a.first = kMaxNarrowRank;
+  launch_back_project_wide(stream, *op.table, a);
 }
 
 }  // namespace gradwire::cuda

@@ -22,15 +22,23 @@ __global__ void __launch_bounds__(kThreads)
   }
   const float* from = unpack ? packed + s.packed : scattered + s.scattered;
   float* to = unpack ? scattered + s.scattered : packed + s.packed;
-  if ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0) {
-    const int64_t quads = s.count / 4;
-    for (int64_t i = start; i < quads; i += stride) {
-      reinterpret_cast<float4*>(to)[i] = reinterpret_cast<const float4*>(from)[i];
-    }
-    for (int64_t i = quads * 4 + start; i < s.count; i += stride) to[i] = from[i];
-  } else {
-    for (int64_t i = start; i < s.count; i += stride) to[i] = from[i];
+  const bool aligned = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
+  const int64_t quads = aligned ? s.count / 4 : 0;
+  for (int64_t i = start; i < quads; i += stride) {
+    reinterpret_cast<float4*>(to)[i] = reinterpret_cast<const float4*>(from)[i];
   }
+  for (int64_t i = quads * 4 + start; i < s.count; i += stride) to[i] = from[i];
+}
+
+// A block per matrix, which ends at once when the matrix is not marked.
+__global__ void __launch_bounds__(kThreads)
+    overwrite_kernel(const MatrixDescriptor* matrices, const int32_t* marks, float* p, float* q,
+                     float value) {
+  if (marks[blockIdx.x] == 0) return;
+  const MatrixDescriptor d = matrices[blockIdx.x];
+  float* factor = p != nullptr ? p + d.p_offset : q + d.q_offset;
+  const int64_t count = static_cast<int64_t>(p != nullptr ? d.rows : d.cols) * d.rank;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) factor[i] = value;
 }
 
 }  // namespace
@@ -47,23 +55,6 @@ void pack(CudaStream stream, const Pack& a) {
            a.table->device(), first, a.scattered, a.packed, a.unpack);
   }
 }
-
-// Overwrites the factors of marked matrices: a block per matrix, which ends at once when the matrix is not
-// marked.
-
-namespace {
-
-__global__ void __launch_bounds__(kThreads)
-    overwrite_kernel(const MatrixDescriptor* matrices, const int32_t* marks, float* p, float* q,
-                     float value) {
-  if (marks[blockIdx.x] == 0) return;
-  const MatrixDescriptor d = matrices[blockIdx.x];
-  float* factor = p != nullptr ? p + d.p_offset : q + d.q_offset;
-  const int64_t count = static_cast<int64_t>(p != nullptr ? d.rows : d.cols) * d.rank;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) factor[i] = value;
-}
-
-}  // namespace
 
 void powersgd_overwrite(CudaStream stream, const PowerSgdOverwrite& a) {
   launch("powersgd_overwrite", overwrite_kernel,

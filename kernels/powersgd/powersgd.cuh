@@ -85,6 +85,40 @@ __device__ __forceinline__ void add_gradient(const float (&gradient)[4], float (
   }
 }
 
+// Forms M in four columns of kBatch rows, `step` elements apart from `residual` on. `m` holds the gradient
+// and receives M, which error feedback stores. limit(i): the number of columns of row i. pending_p(i, k) and
+// pending_q(k, q): the pending factors, of `rank` columns; 0 if nothing is pending. All loads come before the
+// first store: a store waits for its value, and later loads would wait for the store.
+template <int kBatch, bool kVector, typename Limit, typename PendingP, typename PendingQ>
+__device__ __forceinline__ void form_rows(const Quad<kVector>& quad, float* residual, int64_t step,
+                                          const Limit& limit, int rank, const PendingP& pending_p,
+                                          const PendingQ& pending_q, float (*m)[4]) {
+  float e[kBatch][4];
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) quad.load(residual + i * step, limit(i), e[i]);
+#pragma unroll 1
+  for (int k = 0; k < rank; ++k) {
+    float q[4];
+    pending_q(k, q);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float p = pending_p(i, k);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) e[i][c] = fmaf(p, q[c], e[i][c]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    float keep[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) e[i][c] = is_finite(e[i][c]) ? e[i][c] : 0.0f;
+    add_gradient(m[i], e[i], keep);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) m[i][c] = e[i][c];
+    quad.store(residual + i * step, limit(i), keep);
+  }
+}
+
 // Register tiles of higher ranks: a warp computes 32 rows by 32 columns, a lane rows row + 4 i and the four
 // columns of Quad{8, quad}. Lanes that differ in bit 0 read the same rows, lanes that differ in bit 1 the
 // same columns; a multiprocessor then serves a 16-byte read of a warp in two cycles, not four.

@@ -76,46 +76,6 @@ __device__ __forceinline__ void stage_q(const float* q, int rank, int columns, f
   }
 }
 
-// Forms M for four columns of kBatch rows, starting at row `first` of m, and stores M with error feedback.
-// All loads come before the first store: a store waits for its value, and later loads would wait for the
-// store. `pending_q` (rank, kStripStride) and `pending_p` (rank, kRows) are in shared memory; rank is 0 if
-// nothing is pending.
-template <int kBatch, bool kVector>
-__device__ __forceinline__ void load_m(const ProjectArgs& a, const Quad<kVector>& quad, int64_t at,
-                                       int64_t stride, int first, int rows, int columns, int rank,
-                                       const float* pending_q, const float* pending_p, float (&m)[kRows][4]) {
-#pragma unroll
-  for (int i = first; i < first + kBatch; ++i) {
-    quad.load(a.grad + at + i * stride, i < rows ? columns : 0, m[i]);
-  }
-  if (a.residual == nullptr) return;
-  float e[kBatch][4];
-#pragma unroll
-  for (int i = 0; i < kBatch; ++i) {
-    quad.load(a.residual + at + (first + i) * stride, first + i < rows ? columns : 0, e[i]);
-  }
-#pragma unroll 1
-  for (int k = 0; k < rank; ++k) {
-    float q[4];
-    quad.load(pending_q + k * kStripStride, kStrip, q);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) e[i][c] = fmaf(pending_p[k * kRows + first + i], q[c], e[i][c]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kBatch; ++i) {
-    float keep[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) e[i][c] = is_finite(e[i][c]) ? e[i][c] : 0.0f;
-    add_gradient(m[first + i], e[i], keep);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) m[first + i][c] = e[i][c];
-    quad.store(a.residual + at + (first + i) * stride, first + i < rows ? columns : 0, keep);
-  }
-}
-
 // Sets sum[i * kRank + k] to the product of the thread's four columns of row i of M and column k of the
 // staged Q.
 template <int kRank, bool kVector>
@@ -165,9 +125,17 @@ __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixD
     stage_q<kRank>(a.q + q_at, d.rank, columns, shared);
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kRows; i += kBatch) {
-      load_m<kBatch, kVector>(a, quad, at, d.cols, i, d.rows - row0, columns, pending_rank, pending_q,
-                              pending_p, m);
+    for (int first = 0; first < kRows; first += kBatch) {
+      const auto limit = [&](int i) { return row0 + first + i < d.rows ? columns : 0; };
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        quad.load(a.grad + at + (first + i) * int64_t{d.cols}, limit(i), m[first + i]);
+      }
+      if (a.residual == nullptr) continue;
+      form_rows<kBatch>(
+          quad, a.residual + at + first * int64_t{d.cols}, d.cols, limit, pending_rank,
+          [&](int i, int k) { return pending_p[k * kRows + first + i]; },
+          [&](int k, float(&q)[4]) { quad.load(pending_q + k * kStripStride, kStrip, q); }, m + first);
     }
     multiply_strip<kRank>(m, shared, quad, sum);
     sum_over_lanes<kValues>(sum, lane);
@@ -386,9 +354,8 @@ __global__ void __launch_bounds__(kThreads, 2) project_wide_kernel(const __grid_
     if (k0 >= d.rank) return;
     const int row0 = (block - a.matrices.starts[matrix].wide_row_tile) * kWideRowTileRows;
     const bool pending = is_pending(a.pending, matrix);
-    const auto aligned = [&](const float* factors) { return !pending || aligned16(factors); };
     if (vector_rows(a, d) && d.rank % 4 == 0 && aligned16(a.q + d.q_offset) &&
-        aligned(a.pending.q + d.q_offset) && aligned(a.pending.p + d.p_offset)) {
+        (!pending || (aligned16(a.pending.q + d.q_offset) && aligned16(a.pending.p + d.p_offset)))) {
       project_wide_rows<kForms, true>(a, d, pending, row0, k0, shared, sums);
     } else {
       project_wide_rows<kForms, false>(a, d, pending, row0, k0, shared, sums);

@@ -14,6 +14,8 @@
 // Traffic: each row of qkv, merged and their gradients is moved once. Forward moves 16 B (FP32) or 8 B (BF16)
 // per element (b, t, c), backward 32 or 16 B. FLOPs per head: 4 T^2 D forward, 14 T^2 D backward. With BF16
 // the limit is memory bandwidth, with FP32 the FMAs. Deterministic: sums in fixed order, no atomics.
+#include <algorithm>
+
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/gelu.h"
 #include "kernels/vit/attention.cuh"
@@ -158,49 +160,36 @@ struct BackwardHead {
   int tokens, rows;
   const S *q, *k, *v, *d_out;
 
-  // Computes and stores the gradients of sixteen keys and values, and their sums in partial[width, 3 width).
-  __device__ __forceinline__ void differentiate_keys(int first, float* partial) const {
-    Values dk[kDim / 8] = {}, dv[kDim / 8] = {};
+  // Computes and stores the gradients of sixteen keys and values, or of sixteen queries, and their sums in
+  // partial[width, 3 width) or in partial[0, width).
+  template <bool kKeys>
+  __device__ __forceinline__ void differentiate(int first, float* partial) const {
+    const S *const own = (kKeys ? k : q) + first * kP, *const own_outer = (kKeys ? v : d_out) + first * kP;
+    Values inner[kDim / 8] = {}, outer[kDim / 8] = {};
 #pragma unroll 1
-    for (int query = 0; query < rows; query += kTile) {
+    for (int at = 0; at < rows; at += kTile) {
+      const S *const other = (kKeys ? q : k) + at * kP, *const other_outer = (kKeys ? d_out : v) + at * kP;
       Values weights[2], d_scores[2];
-      dot_rows<kDim>(k + first * kP, q + query * kP, weights);
-      dot_rows<kDim>(v + first * kP, d_out + query * kP, d_scores);
+      dot_rows<kDim>(own, other, weights);
+      dot_rows<kDim>(own_outer, other_outer, d_scores);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float &weight = weights[i / 4][i % 4], &d_score = d_scores[i / 4][i % 4];
-        row_sums.weigh(query + 8 * (i / 4) + Lane::column() + i % 2, scale, weight, d_score);
-        if (first + Lane::row() + 8 * (i % 4 / 2) >= tokens) weight = d_score = 0.0f;
+        const int row = first + Lane::row() + 8 * (i % 4 / 2),
+                  column = at + 8 * (i / 4) + Lane::column() + i % 2;
+        row_sums.weigh(kKeys ? column : row, scale, weight, d_score);
+        if ((kKeys ? row : column) >= tokens) weight = d_score = 0.0f;
       }
-      add_weighted_rows<kDim>(weights, d_out + query * kP, dv);
-      add_weighted_rows<kDim>(d_scores, q + query * kP, dk);
+      if (kKeys) add_weighted_rows<kDim>(weights, other_outer, outer);
+      add_weighted_rows<kDim>(d_scores, other, inner);
     }
     const int64_t width = a.heads * a.head_dim;
     const int dim = static_cast<int>(a.head_dim);
-    head.rows(a.d_qkv, 3, 1).store(first, dk);
-    head.rows(a.d_qkv, 3, 2).store(first, dv);
-    store_column_sums(dk, dim, partial + width);
-    store_column_sums(dv, dim, partial + 2 * width);
-  }
-
-  // Computes and stores the gradients of sixteen queries, and their sums in partial[0, width).
-  __device__ __forceinline__ void differentiate_queries(int first, float* partial) const {
-    Values dq[kDim / 8] = {};
-#pragma unroll 1
-    for (int key = 0; key < rows; key += kTile) {
-      Values weights[2], d_scores[2];
-      dot_rows<kDim>(q + first * kP, k + key * kP, weights);
-      dot_rows<kDim>(d_out + first * kP, v + key * kP, d_scores);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float& d_score = d_scores[i / 4][i % 4];
-        row_sums.weigh(first + Lane::row() + 8 * (i % 4 / 2), scale, weights[i / 4][i % 4], d_score);
-        if (key + 8 * (i / 4) + Lane::column() + i % 2 >= tokens) d_score = 0.0f;
-      }
-      add_weighted_rows<kDim>(d_scores, k + key * kP, dq);
-    }
-    head.rows(a.d_qkv, 3, 0).store(first, dq);
-    store_column_sums(dq, static_cast<int>(a.head_dim), partial);
+    head.rows(a.d_qkv, 3, kKeys ? 1 : 0).store(first, inner);
+    store_column_sums(inner, dim, partial + (kKeys ? width : 0));
+    if (!kKeys) return;
+    head.rows(a.d_qkv, 3, 2).store(first, outer);
+    store_column_sums(outer, dim, partial + 2 * width);
   }
 };
 
@@ -234,9 +223,9 @@ __global__ void __launch_bounds__(kAttentionThreads, sizeof(S) == 2 ? 2 : 1)
     const int first = unit / 2 * kTile;
     float* partial = a.workspace + (head.image * tiles + unit / 2) * 3 * width + head.head * a.head_dim;
     if (unit % 2 == 0) {
-      work.differentiate_keys(first, partial);
+      work.template differentiate<true>(first, partial);
     } else {
-      work.differentiate_queries(first, partial);
+      work.template differentiate<false>(first, partial);
     }
   }
 }
@@ -249,21 +238,17 @@ size_t shared_bytes(int64_t tokens, int64_t head_dim, int matrices, int sums) {
          (static_cast<size_t>(matrices * pitch) * sizeof(S) + static_cast<size_t>(sums) * sizeof(float));
 }
 
-// Returns the number of threads for `units` units of work: a warp per unit, up to a block's maximum.
-unsigned threads_for(int64_t units) {
-  const int64_t threads = units * 32;
-  return static_cast<unsigned>(threads < kAttentionThreads ? threads : kAttentionThreads);
-}
-
+// Launches a block per head, with a warp per unit of work, up to a block's maximum.
 template <typename Args>
 void launch_heads(const char* name, void (*for_32)(Args, float, bool), void (*for_64)(Args, float, bool),
                   CudaStream stream, const Args& a, int64_t units, size_t shared, bool aligned) {
   if (shared > max_shared_bytes() || a.head_dim > 64)
     throw BadInput(std::string(name) + ": heads do not fit into shared memory; ask fuses_attention() first");
-  const LaunchConfig config{.grid = dim3(static_cast<unsigned>(a.batch * a.heads)),
-                            .block = dim3(threads_for(units)),
-                            .shared_bytes = shared,
-                            .stream = stream};
+  const LaunchConfig config{
+      .grid = dim3(static_cast<unsigned>(a.batch * a.heads)),
+      .block = dim3(static_cast<unsigned>(std::min<int64_t>(32 * units, kAttentionThreads))),
+      .shared_bytes = shared,
+      .stream = stream};
   launch(name, a.head_dim <= 32 ? for_32 : for_64, config, a, attention_scale(a.head_dim), aligned);
 }
 

@@ -227,22 +227,18 @@ struct HeadRows {
       for (int n = 0; n < kTiles; ++n) {
         const int c = 8 * n + Lane::column();
         S* to = first + at * pitch + c;
-        if (aligned) {
-          if (c < dim) store_pair(to, tiles[n][2 * r], tiles[n][2 * r + 1]);
-        } else {
-          if (c < dim) to[0] = narrow<S>(tiles[n][2 * r]);
-          if (c + 1 < dim) to[1] = narrow<S>(tiles[n][2 * r + 1]);
+        const float x = tiles[n][2 * r], y = tiles[n][2 * r + 1];
+        if (!aligned) {
+          if (c < dim) to[0] = narrow<S>(x);
+          if (c + 1 < dim) to[1] = narrow<S>(y);
+        } else if (c < dim) {
+          if constexpr (std::is_same_v<S, Bf16>)
+            *reinterpret_cast<uint32_t*>(to) = pack_bf16(x, y);
+          else
+            *reinterpret_cast<float2*>(to) = float2{x, y};
         }
       }
     }
-  }
-
- private:
-  static __device__ __forceinline__ void store_pair(float* to, float x, float y) {
-    *reinterpret_cast<float2*>(to) = float2{x, y};
-  }
-  static __device__ __forceinline__ void store_pair(Bf16* to, float x, float y) {
-    *reinterpret_cast<uint32_t*>(to) = pack_bf16(x, y);
   }
 };
 

@@ -3,7 +3,7 @@
 //
 // On CUDA attention() and attention_backward() are one kernel each, for sequences that fit into shared
 // memory. Longer sequences, and the host, use split_heads, batched products, softmax and merge_heads.
-// fuses_attention() decides for a model.
+// fuses_attention() decides for a model. On the host these two ops are their references.
 #pragma once
 
 #include <cmath>
@@ -25,8 +25,21 @@ inline float attention_scale(int64_t head_dim) {
 // Returns whether attention() and attention_backward() support these sizes on the device and are preferable:
 // on CUDA, heads of up to 64 elements whose queries, keys, values and gradients fit into a block's shared
 // memory. 197 tokens need 118 KB with BF16, 224 KB with FP32.
+namespace cuda {
 template <typename S>
-bool fuses_attention(const Device& device, int64_t tokens, int64_t head_dim);
+bool attention_fits(int64_t tokens, int64_t head_dim);
+}  // namespace cuda
+template <typename S>
+bool fuses_attention([[maybe_unused]] const Device& device, [[maybe_unused]] int64_t tokens,
+                     [[maybe_unused]] int64_t head_dim) {
+#ifdef GRADWIRE_HAS_CUDA
+  if (!device.is_host()) {
+    detail::make_current(device);
+    return cuda::attention_fits<S>(tokens, head_dim);
+  }
+#endif
+  return false;
+}
 
 // Arguments of attention: merged (B, T, C) = softmax(Q K^T / sqrt(D)) V of each head; qkv (B, T, 3C) holds Q,
 // K and V with their biases. Moves 16 B (FP32) or 8 B (BF16) per element (b, t, c).
@@ -65,10 +78,5 @@ GW_TYPED_OP(attention_backward, AttentionBackward)
 constexpr int64_t attention_backward_workspace(int64_t batch, int64_t tokens, int64_t width) {
   return batch * ((tokens + kAttentionTile - 1) / kAttentionTile) * 3 * width;
 }
-
-namespace cuda {
-template <typename S>
-bool attention_fits(int64_t tokens, int64_t head_dim);
-}  // namespace cuda
 
 }  // namespace gradwire

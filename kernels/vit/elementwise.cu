@@ -1,8 +1,8 @@
-// split_heads, split_heads_backward and merge_heads: permutations of runs of head_dim elements.
+// split_heads and merge_heads: permutations of runs of head_dim elements.
 //
-// A thread keeps its column of the (B * T, 3C) or (B * T, C) side, so the column is divided into part, head
-// and dim only once. This side is read or written in whole lines, the other side in runs of head_dim
-// elements. Limit: memory bandwidth.
+// A thread keeps its column of the rows (B * T, parts * C), so the column is divided into part, head and dim
+// only once. The rows are read or written in whole lines, the parts in runs of head_dim elements. Limit:
+// memory bandwidth.
 #include "kernels/vit/elementwise.h"
 
 #include <tuple>
@@ -14,125 +14,61 @@
 namespace gradwire::cuda {
 namespace {
 
-// The place of a merged column on the split side, (B, H, T, D), relative to image and token.
-struct Place {
-  int64_t offset = 0;  // head * tokens * dim + d
-  int part = 0;        // q, k or v
-};
-
-struct Layout {
-  int64_t tokens, heads, dim;
-  Divider by_tokens;
-  __device__ __forceinline__ Place place(int64_t c) const {
-    const int64_t width = heads * dim;
-    const int64_t part = c / width, within = c - part * width;
-    const int64_t head = within / dim;
-    return {head * tokens * dim + (within - head * dim), static_cast<int>(part)};
-  }
-  // Returns the element of the split side for row (image, token).
-  __device__ __forceinline__ int64_t element(int64_t row, const Place& p) const {
-    const int64_t image = by_tokens.divide(row);  // leaves the token in `row`
-    return image * heads * tokens * dim + row * dim + p.offset;
-  }
-};
-
-template <int W>
-struct BiasedPlace {
-  Place place;
+template <typename S, int W>
+struct HeadColumn {
+  S* part;  // the column's element of image 0, token 0
   float bias[W];
 };
 
-template <typename S>
-struct Split {
-  Layout layout;
-  const S* qkv;
-  const float* bias;
-  S *q, *k, *v;
+template <bool kSplit, typename S>
+struct MoveHeads {
+  Heads<S> a;
+  int64_t width;
+  Divider by_tokens;
 
   template <int W>
-  __device__ __forceinline__ BiasedPlace<W> column(int64_t c) const {
-    BiasedPlace<W> out{layout.place(c), {}};
-    if (bias != nullptr) load<W>(bias + c, out.bias);
+  __device__ __forceinline__ HeadColumn<S, W> column(int64_t c) const {
+    const int64_t of_part = a.heads * a.head_dim, part = c / of_part, within = c - part * of_part;
+    const int64_t head = within / a.head_dim;
+    S* const first = part == 0 ? a.parts[0] : part == 1 ? a.parts[1] : a.parts[2];
+    HeadColumn<S, W> out{first + head * a.tokens * a.head_dim + (within - head * a.head_dim), {}};
+    if (kSplit && a.bias != nullptr) load<W>(a.bias + c, out.bias);
     return out;
   }
   template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, const BiasedPlace<W>& p) const {
+  __device__ __forceinline__ void at(int64_t row, int64_t c, const HeadColumn<S, W>& column) const {
+    int64_t token = row;
+    const int64_t image = by_tokens.divide(token);
+    S* const in_rows = a.rows + row * width + c;
+    S* const in_part = column.part + (image * a.heads * a.tokens + token) * a.head_dim;
     float x[W];
-    load<W>(qkv + row * 3 * layout.heads * layout.dim + c, x);
-    add<W>(p.bias, x);
-    S* out = p.place.part == 0 ? q : p.place.part == 1 ? k : v;
-    store<W>(out + layout.element(row, p.place), x);
+    load<W>(kSplit ? in_rows : in_part, x);
+    if (kSplit && a.bias != nullptr) add<W>(column.bias, x);
+    store<W>(kSplit ? in_part : in_rows, x);
   }
 };
 
-template <typename S>
-struct SplitBackward {
-  Layout layout;
-  const S *dq, *dk, *dv;
-  S* d_qkv;
-
-  template <int W>
-  __device__ __forceinline__ Place column(int64_t c) const {
-    return layout.place(c);
-  }
-  template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, const Place& p) const {
-    const S* in = p.part == 0 ? dq : p.part == 1 ? dk : dv;
-    float x[W];
-    load<W>(in + layout.element(row, p), x);
-    store<W>(d_qkv + row * 3 * layout.heads * layout.dim + c, x);
-  }
-};
-
-template <typename S>
-struct Merge {
-  Layout layout;
-  const S* in;
-  S* out;
-  bool inverse;
-
-  template <int W>
-  __device__ __forceinline__ Place column(int64_t c) const {
-    return layout.place(c);
-  }
-  template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, const Place& p) const {
-    const int64_t merged = row * layout.heads * layout.dim + c, split = layout.element(row, p);
-    float x[W];
-    load<W>(in + (inverse ? merged : split), x);
-    store<W>(out + (inverse ? split : merged), x);
-  }
-};
+template <bool kSplit, typename S>
+void move_heads(const char* name, CudaStream stream, const Heads<S>& a) {
+  for_columns<S>(name, stream,
+                 takes_vectors<S>(a.head_dim, a.rows, a.bias, a.parts[0], a.parts[1], a.parts[2]),
+                 MoveHeads<kSplit, S>{a, a.width(), Divider(a.tokens)}, a.batch * a.tokens, a.width());
+}
 
 }  // namespace
 
 template <typename S>
-void split_heads(CudaStream stream, const SplitHeads<S>& a) {
-  for_columns<S>("split_heads", stream, takes_vectors<S>(a.head_dim, a.qkv, a.bias, a.q, a.k, a.v),
-                 Split<S>{{a.tokens, a.heads, a.head_dim, Divider(a.tokens)}, a.qkv, a.bias, a.q, a.k, a.v},
-                 a.batch * a.tokens, 3 * a.heads * a.head_dim);
+void split_heads(CudaStream stream, const Heads<S>& a) {
+  move_heads<true>("split_heads", stream, a);
 }
 
 template <typename S>
-void split_heads_backward(CudaStream stream, const SplitHeadsBackward<S>& a) {
-  for_columns<S>(
-      "split_heads_backward", stream, takes_vectors<S>(a.head_dim, a.dq, a.dk, a.dv, a.d_qkv),
-      SplitBackward<S>{{a.tokens, a.heads, a.head_dim, Divider(a.tokens)}, a.dq, a.dk, a.dv, a.d_qkv},
-      a.batch * a.tokens, 3 * a.heads * a.head_dim);
+void merge_heads(CudaStream stream, const Heads<S>& a) {
+  move_heads<false>("merge_heads", stream, a);
 }
 
-template <typename S>
-void merge_heads(CudaStream stream, const MergeHeads<S>& a) {
-  for_columns<S>("merge_heads", stream, takes_vectors<S>(a.head_dim, a.in, a.out),
-                 Merge<S>{{a.tokens, a.heads, a.head_dim, Divider(a.tokens)}, a.in, a.out, a.inverse},
-                 a.batch * a.tokens, a.heads * a.head_dim);
-}
-
-// column_sum and bias_residual.
-//
 // column_sum reads each element once (FP32 4 B, BF16 2 B), in 16-byte accesses. The partial sums are at most
-// a sixteenth of these bytes. bias_residual reads 8 B (FP32) or 6 B (BF16) and writes 4 B per element. Limit:
-// memory bandwidth. Deterministic: sums in fixed order.
+// a sixteenth of these bytes. Limit: memory bandwidth. Deterministic: sums in fixed order.
 
 namespace {
 
@@ -178,39 +114,6 @@ struct Load {
   }
 };
 
-template <int W>
-struct Bias {
-  float value[W];
-};
-
-template <typename S>
-struct AddBiasResidual {
-  const S* y;
-  const float *bias, *residual;
-  float* x;
-  int64_t width;
-
-  template <int W>
-  __device__ __forceinline__ Bias<W> column(int64_t c) const {
-    Bias<W> b;
-    load<W>(bias + c, b.value);
-    return b;
-  }
-  template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, const Bias<W>& b) const {
-    const int64_t i = row * width + c;
-    float out[W];
-    load<W>(y + i, out);
-    add<W>(b.value, out);
-    if (residual != nullptr) {
-      float old[W];
-      load<W>(residual + i, old);
-      add<W>(old, out);
-    }
-    store<W>(x + i, out);
-  }
-};
-
 }  // namespace
 
 void combine_sums(CudaStream stream, const CombineSums& a) {
@@ -240,18 +143,12 @@ void column_sum(CudaStream stream, const ColumnSum<S>& a) {
   if (!a.partial_only) combine_sums(stream, {{a.sums()}});
 }
 
-template <typename S>
-void bias_residual(CudaStream stream, const BiasResidual<S>& a) {
-  for_columns<S>("bias_residual", stream, takes_vectors<S>(a.width, a.y, a.bias, a.residual, a.x),
-                 AddBiasResidual<S>{a.y, a.bias, a.residual, a.x, a.width}, a.rows, a.width);
-}
-
 // bias_gelu and bias_gelu_backward by kernels/math/gelu.h: exact GELU in about 45 FP32 operations per
 // element, or 20 where the result is rounded to BF16; the tanh form in 30, or 15.
 //
-// Forward: reads 4 B, writes 8 B per element, or without a bias 4; backward: reads 8 B, writes 4 B, and
-// computes the bias gradient in the same pass; BF16 operands move half of these bytes. Limit: memory
-// bandwidth (arithmetic takes about two thirds of the time).
+// Forward: reads 4 B, writes 4 B per element; backward: reads 8 B, writes 4 B, and computes the bias gradient
+// in the same pass; BF16 operands move half of these bytes. Limit: memory bandwidth (arithmetic takes about
+// two thirds of the time).
 
 namespace {
 
@@ -261,30 +158,21 @@ constexpr bool kCoarse = std::is_same_v<S, Bf16>;
 
 template <typename S, Gelu kForm>
 struct Forward {
-  S* x;
-  const float* bias;  // null: no bias
+  const S* x;
   S* y;
   int64_t width;
 
   template <int W>
-  __device__ __forceinline__ Bias<W> column(int64_t c) const {
-    Bias<W> b{};
-    if (bias != nullptr) load<W>(bias + c, b.value);
-    return b;
+  __device__ __forceinline__ int column(int64_t) const {
+    return 0;  // no value depends on the column alone
   }
   template <int W>
-  __device__ __forceinline__ void at(int64_t row, int64_t c, const Bias<W>& b) const {
+  __device__ __forceinline__ void at(int64_t row, int64_t c, int) const {
     const int64_t i = row * width + c;
-    float pre[W], out[W];
-    load<W>(x + i, pre);
-    if (bias != nullptr) {
+    float out[W];
+    load<W>(x + i, out);
 #pragma unroll
-      // pre is rounded to the value that the backward pass will read
-      for (int k = 0; k < W; ++k) pre[k] = widen(narrow<S>(pre[k] + b.value[k]));
-      store<W>(x + i, pre);
-    }
-#pragma unroll
-    for (int k = 0; k < W; ++k) out[k] = gelu_of(pre[k], normal_in_form<kForm, kCoarse<S>>(pre[k]));
+    for (int k = 0; k < W; ++k) out[k] = gelu_of(out[k], normal_in_form<kForm, kCoarse<S>>(out[k]));
     store<W>(y + i, out);
   }
 };
@@ -305,11 +193,7 @@ struct Backward {
     for (int k = 0; k < W; ++k) out[k] *= gelu_derivative_of(p[k], normal_in_form<kForm, kCoarse<S>>(p[k]));
     store<W>(d_pre + i, out);
   }
-};
-
-// A backward pass without sums: no value depends on the column alone.
-template <typename S, Gelu kForm>
-struct BackwardAlone : Backward<S, kForm> {
+  // The pass without sums.
   template <int W>
   __device__ __forceinline__ int column(int64_t) const {
     return 0;
@@ -317,14 +201,14 @@ struct BackwardAlone : Backward<S, kForm> {
   template <int W>
   __device__ __forceinline__ void at(int64_t row, int64_t c, int) const {
     float unused[W];
-    Backward<S, kForm>::template at<W>(row, c, unused);
+    at<W>(row, c, unused);
   }
 };
 
 template <Gelu kForm, typename S>
 void forward(CudaStream stream, const BiasGelu<S>& a) {
-  for_columns<S>("bias_gelu", stream, takes_vectors<S>(a.width, a.x, a.bias, a.y),
-                 Forward<S, kForm>{a.x, a.bias, a.y, a.width}, a.rows, a.width);
+  for_columns<S>("bias_gelu", stream, takes_vectors<S>(a.width, a.x, a.y),
+                 Forward<S, kForm>{a.x, a.y, a.width}, a.rows, a.width);
 }
 
 template <Gelu kForm, typename S>
@@ -332,7 +216,7 @@ void backward(CudaStream stream, const BiasGeluBackward<S>& a) {
   const bool vectors = takes_vectors<S>(a.width, a.pre, a.dy, a.d_pre, a.workspace);
   const Backward<S, kForm> op{a.pre, a.dy, a.d_pre, a.width};
   if (a.workspace == nullptr) {
-    for_columns<S>("bias_gelu_backward", stream, vectors, BackwardAlone<S, kForm>{op}, a.rows, a.width);
+    for_columns<S>("bias_gelu_backward", stream, vectors, op, a.rows, a.width);
   } else {
     partial_sums_over_rows<S>("bias_gelu_backward", stream, vectors, op, a.rows, a.width, a.workspace,
                               a.width);
@@ -428,13 +312,10 @@ struct Assemble {
 
 constexpr int kSliceX = 32, kSliceY = 8;
 
+using cuda::store_wide;
+// Does with eight BF16 values what store_wide() of floats does.
 template <int W>
-__device__ __forceinline__ void store_rows(float* to, const float (&from)[W]) {
-  store_wide<W>(to, from);
-}
-// Does with eight BF16 values what store_wide() does with floats.
-template <int W>
-__device__ __forceinline__ void store_rows(Bf16* to, const float (&from)[W]) {
+__device__ __forceinline__ void store_wide(Bf16* to, const float (&from)[W]) {
   if constexpr (W == 1) {
     store<W>(to, from);
   } else {
@@ -465,7 +346,7 @@ __global__ void __launch_bounds__(kSliceX* kSliceY)
   for (int64_t b = threadIdx.y; live && b < a.batch; b += kSliceY) {
     float x[W];
     load<W>(a.dx + (b * a.tokens + t) * a.width + c, x);
-    if (t > 0) store_rows<W>(a.d_projected + (b * (a.tokens - 1) + t - 1) * a.width + c, x);
+    if (t > 0) store_wide<W>(a.d_projected + (b * (a.tokens - 1) + t - 1) * a.width + c, x);
     add<W>(x, sum);
   }
   float* mine = shared + (threadIdx.y * kSliceX + threadIdx.x) * W;

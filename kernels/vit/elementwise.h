@@ -1,5 +1,4 @@
-// Conversions between the layout of a product (a row per token) and the layout of attention (a matrix per
-// head). Shapes and the storage type S: kernels/vit/vit.h.
+// Element-wise ops of the ViT and sums over rows. Shapes and the storage type S: kernels/vit/vit.h.
 #pragma once
 
 #include <array>
@@ -12,51 +11,18 @@
 
 namespace gradwire {
 
-// Splits qkv (B, T, 3C) + bias (3C) into q, k, v, each (B, H, T, D). Moves 24 B (FP32) or 12 B (BF16) per
-// element (b, t, c).
+// A matrix (B, H, T, D) for each of one or three parts, such as q, k and v, and the rows (B, T, parts * C)
+// that hold the parts side by side. split_heads: parts = rows + bias; merge_heads: rows = parts, the inverse,
+// without the bias. Moves 8 B (FP32) or 4 B (BF16) per element of the rows.
 template <typename S = float>
-struct SplitHeads {
-  const S* qkv = nullptr;
-  const float* bias = nullptr;  // null: no bias
-  S* q = nullptr;
-  S* k = nullptr;
-  S* v = nullptr;
+struct Heads {
+  S* rows = nullptr;
+  std::array<S*, 3> parts = {};  // null: the second and third of one part
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
-};
+  const float* bias = nullptr;  // (parts * C), only to split; null: no bias
 
-// Merges gradients, the inverse of the split: dq, dk, dv (B, H, T, D) -> d_qkv (B, T, 3C). Moves 24 B (FP32)
-// or 12 B (BF16) per element (b, t, c).
-template <typename S = float>
-struct SplitHeadsBackward {
-  const S* dq = nullptr;
-  const S* dk = nullptr;
-  const S* dv = nullptr;
-  S* d_qkv = nullptr;
-  int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
-};
-
-// Merges (B, H, T, D) into (B, T, C), or splits with `inverse`. Moves 8 B (FP32) or 4 B (BF16) per element.
-template <typename S = float>
-struct MergeHeads {
-  const S* in = nullptr;
-  S* out = nullptr;
-  int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
-  bool inverse = false;
-};
-
-// Biases and residual branches, and the gradient of a bias: a sum over columns.
-// Shapes and the storage type S: kernels/vit/vit.h.
-
-// Arguments of x (rows, C) = residual + y + bias: a residual branch and the bias of the preceding product, in
-// one pass. Moves 12 B (FP32) or 10 B (BF16) per element. With residual == null: x = y + bias, and y may
-// equal x.
-template <typename S = float>
-struct BiasResidual {
-  const S* y = nullptr;             // (rows, C)
-  const float* bias = nullptr;      // (C)
-  const float* residual = nullptr;  // (rows, C) or null
-  float* x = nullptr;               // (rows, C) out; may equal residual or y
-  int64_t rows = 0, width = 0;
+  int64_t count() const { return (parts[1] != nullptr ? 3 : 1) * heads; }
+  int64_t width() const { return count() * head_dim; }
 };
 
 // Arguments of sum (C) = column sums of x (rows, C): a bias gradient. Reads 4 B (FP32) or 2 B (BF16) per
@@ -97,16 +63,12 @@ struct CombineSums {
 };
 GW_OP(combine_sums, CombineSums)
 
-// GELU with the bias of the preceding product.
-// Shapes and the storage type S: kernels/vit/vit.h.
-
-// Arguments of GELU: pre = x + bias (in place in x); y = GELU(pre) = pre * Phi(pre), in either form of Phi.
-// Moves 12 B (FP32) or 6 B (BF16) per element. Without a bias, x is only read: 8 or 4 B.
+// Arguments of GELU of a product, which has added its bias: y = GELU(x) = x * Phi(x), in either form of Phi.
+// Moves 8 B (FP32) or 4 B (BF16) per element.
 template <typename S = float>
 struct BiasGelu {
-  S* x = nullptr;               // (rows, F) in: product without bias, out: pre-activation, kept for backward
-  const float* bias = nullptr;  // (F) elements, or null: x already includes the bias
-  S* y = nullptr;               // (rows, F); without a bias it may be x
+  const S* x = nullptr;  // (rows, F) the pre-activation, kept for backward
+  S* y = nullptr;        // (rows, F); may be x
   int64_t rows = 0, width = 0;
   Gelu form = Gelu::exact;
 };
@@ -129,9 +91,6 @@ struct BiasGeluBackward {
     return {workspace, column_chunks(rows).count, width, width, {d_bias}, accumulate};
   }
 };
-
-// Conversion of images to tokens: builds the operand of the patch convolution, and adds class token, bias and
-// position to the result of the convolution. Shapes and the storage type S: kernels/vit/vit.h.
 
 // Arguments of patchify: patches(b, i, ch*p*p + y*p + x) = images(b, ch, (i / grid)*p + y, (i % grid)*p + x):
 // the operand of the patch convolution as a product. Moves 8 B (FP32) or 6 B (BF16) per pixel. Image pixels
@@ -171,16 +130,14 @@ struct AssembleTokensBackward {
   bool accumulate = false;  // adds to the parameter gradients; d_projected is overwritten
 };
 
-#define GW_ELEMENTWISE_OPS(OP)                 \
-  OP(split_heads, SplitHeads)                  \
-  OP(split_heads_backward, SplitHeadsBackward) \
-  OP(merge_heads, MergeHeads)                  \
-  OP(bias_residual, BiasResidual)              \
-  OP(column_sum, ColumnSum)                    \
-  OP(bias_gelu, BiasGelu)                      \
-  OP(bias_gelu_backward, BiasGeluBackward)     \
-  OP(patchify, Patchify)                       \
-  OP(assemble_tokens, AssembleTokens)          \
+#define GW_ELEMENTWISE_OPS(OP)             \
+  OP(split_heads, Heads)                   \
+  OP(merge_heads, Heads)                   \
+  OP(column_sum, ColumnSum)                \
+  OP(bias_gelu, BiasGelu)                  \
+  OP(bias_gelu_backward, BiasGeluBackward) \
+  OP(patchify, Patchify)                   \
+  OP(assemble_tokens, AssembleTokens)      \
   OP(assemble_tokens_backward, AssembleTokensBackward)
 GW_ELEMENTWISE_OPS(GW_TYPED_OP)
 

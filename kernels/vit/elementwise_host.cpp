@@ -1,6 +1,7 @@
-// Host split_heads, split_heads_backward and merge_heads: copies of head_dim floats.
+// The element-wise ops of the ViT on the host.
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels/math/gelu.h"
 #include "kernels/simd/vector.h"
@@ -9,19 +10,20 @@
 namespace gradwire::host {
 namespace {
 
-// Copies in(token, head, d), plus the bias, to out(token, head, d) for one image; strides in elements; `bias`
-// may be null.
-template <typename S>
-GW_SIMD void move_heads(const S* in, int64_t in_token, int64_t in_head, const float* bias, S* out,
-                        int64_t out_token, int64_t out_head, int64_t tokens, int64_t heads, int64_t dim) {
-  for (int64_t h = 0; h < heads; ++h) {
-    const float* head_bias = bias != nullptr ? bias + h * dim : nullptr;
-    for (int64_t t = 0; t < tokens; ++t) {
-      const S* from = in + t * in_token + h * in_head;
-      S* to = out + t * out_token + h * out_head;
-      if (head_bias != nullptr) {
+// Copies the rows of image b to its parts, plus the bias, or back.
+template <bool kSplit, typename S>
+GW_SIMD void move_heads(const Heads<S>& a, int64_t b) {
+  const int64_t dim = a.head_dim, width = a.width();
+  for (int64_t i = 0; i < a.count(); ++i) {
+    S* part = a.parts[i / a.heads] + (b * a.heads + i % a.heads) * a.tokens * dim;
+    S* row = a.rows + b * a.tokens * width + i * dim;
+    const float* bias = a.bias + i * dim;
+    for (int64_t t = 0; t < a.tokens; ++t, part += dim, row += width) {
+      const S* from = kSplit ? row : part;
+      S* to = kSplit ? part : row;
+      if (kSplit && a.bias != nullptr) {
 #pragma omp simd
-        for (int64_t d = 0; d < dim; ++d) to[d] = narrow<S>(widen(from[d]) + head_bias[d]);
+        for (int64_t d = 0; d < dim; ++d) to[d] = narrow<S>(widen(from[d]) + bias[d]);
       } else {
 #pragma omp simd
         for (int64_t d = 0; d < dim; ++d) to[d] = from[d];
@@ -33,52 +35,18 @@ GW_SIMD void move_heads(const S* in, int64_t in_token, int64_t in_head, const fl
 }  // namespace
 
 template <typename S>
-void split_heads(const SplitHeads<S>& a) {
-  const int64_t width = a.heads * a.head_dim, image = a.tokens * width;
-  for_rows(a.batch, 3 * image, [&](int64_t begin, int64_t end) {
-    S* outputs[3] = {a.q, a.k, a.v};
-    for (int64_t b = begin; b < end; ++b) {
-      for (int part = 0; part < 3; ++part) {
-        move_heads(a.qkv + b * 3 * image + part * width, 3 * width, a.head_dim,
-                   a.bias != nullptr ? a.bias + part * width : nullptr, outputs[part] + b * image, a.head_dim,
-                   a.tokens * a.head_dim, a.tokens, a.heads, a.head_dim);
-      }
-    }
+void split_heads(const Heads<S>& a) {
+  for_rows(a.batch, a.tokens * a.width(), [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) move_heads<true>(a, b);
   });
 }
 
 template <typename S>
-void split_heads_backward(const SplitHeadsBackward<S>& a) {
-  const int64_t width = a.heads * a.head_dim, image = a.tokens * width;
-  for_rows(a.batch, 3 * image, [&](int64_t begin, int64_t end) {
-    const S* inputs[3] = {a.dq, a.dk, a.dv};
-    for (int64_t b = begin; b < end; ++b) {
-      for (int part = 0; part < 3; ++part) {
-        move_heads(inputs[part] + b * image, a.head_dim, a.tokens * a.head_dim, nullptr,
-                   a.d_qkv + b * 3 * image + part * width, 3 * width, a.head_dim, a.tokens, a.heads,
-                   a.head_dim);
-      }
-    }
+void merge_heads(const Heads<S>& a) {
+  for_rows(a.batch, a.tokens * a.width(), [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) move_heads<false>(a, b);
   });
 }
-
-template <typename S>
-void merge_heads(const MergeHeads<S>& a) {
-  const int64_t width = a.heads * a.head_dim, image = a.tokens * width, head = a.tokens * a.head_dim;
-  for_rows(a.batch, image, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) {
-      if (a.inverse) {
-        move_heads(a.in + b * image, width, a.head_dim, nullptr, a.out + b * image, a.head_dim, head,
-                   a.tokens, a.heads, a.head_dim);
-      } else {
-        move_heads(a.in + b * image, a.head_dim, head, nullptr, a.out + b * image, width, a.head_dim,
-                   a.tokens, a.heads, a.head_dim);
-      }
-    }
-  });
-}
-
-// Host column_sum and bias_residual.
 
 namespace {
 
@@ -104,45 +72,18 @@ void column_sum(const ColumnSum<S>& a) {
   if (!a.partial_only) combine_partial_sums(a.sums());
 }
 
-namespace {
-
-template <typename S>
-GW_SIMD void bias_residual_rows(const BiasResidual<S>& a, int64_t begin, int64_t end) {
-  const float* bias = a.bias;
-  for (int64_t r = begin; r < end; ++r) {
-    const S* y = a.y + r * a.width;
-    float* x = a.x + r * a.width;
-    if (a.residual == nullptr) {
-#pragma omp simd
-      for (int64_t c = 0; c < a.width; ++c) x[c] = widen(y[c]) + bias[c];
-    } else {
-      const float* residual = a.residual + r * a.width;
-#pragma omp simd
-      for (int64_t c = 0; c < a.width; ++c) x[c] = residual[c] + (widen(y[c]) + bias[c]);
-    }
-  }
-}
-
-}  // namespace
-
-template <typename S>
-void bias_residual(const BiasResidual<S>& a) {
-  for_rows(a.rows, a.width, [&](int64_t begin, int64_t end) { bias_residual_rows(a, begin, end); });
-}
-
 void combine_sums(const CombineSums& a) {
   for (const PartialSums& of : a.of) combine_partial_sums(of);
 }
 
-// Host patchify, assemble_tokens and assemble_tokens_backward.
-
 namespace {
 
-void move_line(const float* from, int64_t count, float* to) {
-  std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
-}
-void move_line(const float* from, int64_t count, Bf16* to) {
-  narrow_all(from, nullptr, count, to);
+template <typename S>
+void move_line(const float* from, int64_t count, S* to) {
+  if constexpr (std::is_same_v<S, float>)
+    std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
+  else
+    narrow_all(from, nullptr, count, to);
 }
 
 }  // namespace
@@ -236,38 +177,19 @@ void assemble_tokens_backward(const AssembleTokensBackward<S>& a) {
 
 }  // namespace gradwire::host
 
-// Host bias_gelu and bias_gelu_backward.
-
 GW_ALLOW_FMA
 
 namespace gradwire::host {
 namespace {
 
-template <Gelu kForm>
-GW_INLINE float gelu(float x) {
-  return gelu_of(x, normal_in_form<kForm>(x));
-}
-template <Gelu kForm>
-GW_INLINE float gelu_derivative(float x) {
-  return gelu_derivative_of(x, normal_in_form<kForm>(x));
-}
-
 template <Gelu kForm, typename S>
-GW_INLINE void forward_rows_of(const BiasGelu<S>& a, int64_t begin, int64_t end) {
-  const float* bias = a.bias;
-  for (int64_t r = begin; r < end; ++r) {
-    S *x = a.x + r * a.width, *y = a.y + r * a.width;
-    if (bias == nullptr) {
+GW_INLINE void forward_elements(const BiasGelu<S>& a, int64_t begin, int64_t end) {
+  const S* x = a.x;
+  S* y = a.y;
 #pragma omp simd
-      for (int64_t c = 0; c < a.width; ++c) y[c] = narrow<S>(gelu<kForm>(widen(x[c])));
-      continue;
-    }
-#pragma omp simd
-    for (int64_t c = 0; c < a.width; ++c) {
-      const S pre = narrow<S>(widen(x[c]) + bias[c]);
-      x[c] = pre;
-      y[c] = narrow<S>(gelu<kForm>(widen(pre)));
-    }
+  for (int64_t i = begin; i < end; ++i) {
+    const float pre = widen(x[i]);
+    y[i] = narrow<S>(gelu_of(pre, normal_in_form<kForm>(pre)));
   }
 }
 
@@ -278,13 +200,15 @@ GW_INLINE void backward_rows_of(const BiasGeluBackward<S>& a, int64_t begin, int
     S* d_pre = a.d_pre + r * a.width;
     if (d_bias == nullptr) {
 #pragma omp simd
-      for (int64_t c = 0; c < a.width; ++c)
-        d_pre[c] = narrow<S>(widen(dy[c]) * gelu_derivative<kForm>(widen(pre[c])));
+      for (int64_t c = 0; c < a.width; ++c) {
+        const float x = widen(pre[c]);
+        d_pre[c] = narrow<S>(widen(dy[c]) * gelu_derivative_of(x, normal_in_form<kForm>(x)));
+      }
       continue;
     }
 #pragma omp simd
     for (int64_t c = 0; c < a.width; ++c) {
-      float d = widen(dy[c]) * gelu_derivative<kForm>(widen(pre[c]));
+      const float x = widen(pre[c]), d = widen(dy[c]) * gelu_derivative_of(x, normal_in_form<kForm>(x));
       d_pre[c] = narrow<S>(d);
       d_bias[c] += d;
     }
@@ -294,8 +218,9 @@ GW_INLINE void backward_rows_of(const BiasGeluBackward<S>& a, int64_t begin, int
 // Computes either form of GELU, so that the code is compiled once per instruction set.
 template <typename S>
 GW_SIMD void forward_rows(const BiasGelu<S>& a, int64_t begin, int64_t end) {
-  if (a.form == Gelu::tanh) return forward_rows_of<Gelu::tanh>(a, begin, end);
-  forward_rows_of<Gelu::exact>(a, begin, end);
+  begin *= a.width, end *= a.width;
+  if (a.form == Gelu::tanh) return forward_elements<Gelu::tanh>(a, begin, end);
+  forward_elements<Gelu::exact>(a, begin, end);
 }
 template <typename S>
 GW_SIMD void backward_rows(const BiasGeluBackward<S>& a, int64_t begin, int64_t end, float* d_bias) {

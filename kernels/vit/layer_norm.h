@@ -13,8 +13,7 @@ namespace gradwire {
 // sqrt(var + eps). Moves 8 B (FP32) or 6 B (BF16) per element.
 //
 // With `branch`, a residual branch is added first: sum = x + (branch + branch_bias) is stored and normalized.
-// The rows of branch and sum have the stride of x. Moves 16 or 12 B per element, 4 B fewer than bias_residual
-// followed by layer_norm, with the same bits.
+// The rows of branch and sum have the stride of x. Moves 16 or 12 B per element.
 template <typename S = float>
 struct LayerNorm {
   const float* x = nullptr;      // (rows, C)

@@ -4,6 +4,7 @@
 #include <limits>
 #include <vector>
 
+#include "kernels/simd/vector.h"
 #include "kernels/vit/vit.h"
 
 namespace gradwire::reference {
@@ -18,62 +19,30 @@ void store_sum(float* out, double sum, bool accumulate) {
   *out = static_cast<float>((accumulate ? static_cast<double>(*out) : 0.0) + sum);
 }
 
+// Calls move(element of the rows, its column, element of its part).
+template <typename S, typename Move>
+void each_element(const Heads<S>& a, const Move& move) {
+  const int64_t width = a.heads * a.head_dim;
+  for (int64_t row = 0; row < a.batch * a.tokens; ++row) {
+    for (int64_t i = 0; i < a.width(); ++i) {
+      const int64_t b = row / a.tokens, t = row % a.tokens, h = i % width / a.head_dim;
+      move(a.rows[row * a.width() + i], i,
+           a.parts[i / width][((b * a.heads + h) * a.tokens + t) * a.head_dim + i % a.head_dim]);
+    }
+  }
+}
+
 }  // namespace
 
 template <typename S>
-void split_heads(const SplitHeads<S>& a) {
-  const int64_t width = a.heads * a.head_dim;
-  S* outputs[3] = {a.q, a.k, a.v};
-  for (int64_t b = 0; b < a.batch; ++b) {
-    for (int64_t t = 0; t < a.tokens; ++t) {
-      for (int64_t i = 0; i < 3 * width; ++i) {
-        int64_t c = i % width, h = c / a.head_dim, d = c % a.head_dim;
-        outputs[i / width][((b * a.heads + h) * a.tokens + t) * a.head_dim + d] = narrow<S>(
-            widen(a.qkv[(b * a.tokens + t) * 3 * width + i]) + (a.bias != nullptr ? a.bias[i] : 0.0f));
-      }
-    }
-  }
+void split_heads(const Heads<S>& a) {
+  each_element(
+      a, [&](S in, int64_t i, S& out) { out = a.bias != nullptr ? narrow<S>(widen(in) + a.bias[i]) : in; });
 }
 
 template <typename S>
-void split_heads_backward(const SplitHeadsBackward<S>& a) {
-  const int64_t width = a.heads * a.head_dim;
-  const S* inputs[3] = {a.dq, a.dk, a.dv};
-  for (int64_t b = 0; b < a.batch; ++b) {
-    for (int64_t t = 0; t < a.tokens; ++t) {
-      for (int64_t i = 0; i < 3 * width; ++i) {
-        int64_t c = i % width, h = c / a.head_dim, d = c % a.head_dim;
-        a.d_qkv[(b * a.tokens + t) * 3 * width + i] =
-            inputs[i / width][((b * a.heads + h) * a.tokens + t) * a.head_dim + d];
-      }
-    }
-  }
-}
-
-template <typename S>
-void merge_heads(const MergeHeads<S>& a) {
-  const int64_t width = a.heads * a.head_dim;
-  for (int64_t b = 0; b < a.batch; ++b) {
-    for (int64_t t = 0; t < a.tokens; ++t) {
-      for (int64_t c = 0; c < width; ++c) {
-        int64_t split = ((b * a.heads + c / a.head_dim) * a.tokens + t) * a.head_dim + c % a.head_dim;
-        int64_t merged = (b * a.tokens + t) * width + c;
-        if (a.inverse) {
-          a.out[split] = a.in[merged];
-        } else {
-          a.out[merged] = a.in[split];
-        }
-      }
-    }
-  }
-}
-
-template <typename S>
-void bias_residual(const BiasResidual<S>& a) {
-  for (int64_t i = 0; i < a.rows * a.width; ++i) {
-    double old = a.residual != nullptr ? a.residual[i] : 0.0;
-    a.x[i] = static_cast<float>(old + widen(a.y[i]) + a.bias[i % a.width]);
-  }
+void merge_heads(const Heads<S>& a) {
+  each_element(a, [](S& out, int64_t, S in) { out = in; });
 }
 
 template <typename S>
@@ -126,7 +95,6 @@ double phi_density(double x, Gelu form) {
 template <typename S>
 void bias_gelu(const BiasGelu<S>& a) {
   for (int64_t i = 0; i < a.rows * a.width; ++i) {
-    if (a.bias != nullptr) a.x[i] = narrow<S>(widen(a.x[i]) + a.bias[i % a.width]);
     const float pre = widen(a.x[i]);
     a.y[i] = rounded<S>(pre * phi_cdf(pre, a.form));
   }
@@ -340,8 +308,9 @@ struct Head {
   float* statistics(float* all, int64_t token) const {
     return all + 2 * ((image * a.heads + head) * a.tokens + token);
   }
-  // Returns the scaled scores of a token's query with all keys.
-  std::vector<double> scores(int64_t token) const {
+  // Returns the softmax of the scaled scores of a token's query with all keys; sets `greatest` to the largest
+  // score and `sum` to the sum of the exponentials.
+  std::vector<double> weights(int64_t token, double& greatest, double& sum) const {
     std::vector<double> out(static_cast<size_t>(a.tokens));
     for (int64_t key = 0; key < a.tokens; ++key) {
       double dot = 0.0;
@@ -349,12 +318,6 @@ struct Head {
         dot += static_cast<double>(widen(a.qkv[of_qkv(token, 0, d)])) * widen(a.qkv[of_qkv(key, 1, d)]);
       out[static_cast<size_t>(key)] = dot / std::sqrt(static_cast<double>(a.head_dim));
     }
-    return out;
-  }
-  // Returns the softmax of the scores; sets `greatest` to the largest score and `sum` to the sum of the
-  // exponentials.
-  std::vector<double> weights(int64_t token, double& greatest, double& sum) const {
-    std::vector<double> out = scores(token);
     greatest = *std::max_element(out.begin(), out.end());
     sum = 0.0;
     for (double& x : out) sum += x = std::exp(x - greatest);
@@ -437,3 +400,25 @@ GW_INSTANTIATE_OP(attention_backward, AttentionBackward)
 GW_ELEMENTWISE_OPS(GW_INSTANTIATE_OP)
 
 }  // namespace gradwire::reference
+
+// Attention on the host, for tests: models use products and softmax there, which are faster.
+namespace gradwire::host {
+
+template <typename S>
+void attention(const Attention<S>& a) {
+  reference::attention(a);
+}
+
+template <typename S>
+void attention_backward(const AttentionBackward<S>& a) {
+  AttentionBackward<S> whole = a;  // its sums are the first row of partial sums, and the other rows zero
+  std::fill_n(a.workspace, attention_backward_workspace(a.batch, a.tokens, a.heads * a.head_dim), 0.0f);
+  whole.d_bias = a.workspace, whole.accumulate = false;
+  if (a.batch > 0) reference::attention_backward(whole);
+  if (!a.partial_only) combine_partial_sums(a.sums());
+}
+
+GW_INSTANTIATE_OP(attention, Attention)
+GW_INSTANTIATE_OP(attention_backward, AttentionBackward)
+
+}  // namespace gradwire::host

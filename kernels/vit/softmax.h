@@ -31,14 +31,11 @@ struct SoftmaxBackward {
 };
 GW_TYPED_OP(softmax_backward, SoftmaxBackward)
 
-// The loss: softmax, cross entropy and its gradient, and the number of correct predictions.
-// Shapes and the storage type S: kernels/vit/vit.h.
-
-// Arguments of the loss. Per row: loss = -log softmax(logits)[label]; d_logits = grad_scale * (softmax -
-// onehot). totals[0] += sum of losses over rows, totals[1] += rows whose largest logit (first on ties) is the
-// label; without `accumulate`, = instead of +=. Both totals are doubles in device memory; rows are added in
-// fixed order. d_logits may be null (evaluation) or equal logits. A label outside 0..classes-1 gives a NaN
-// loss.
+// Arguments of the loss, its gradient, and the number of correct predictions. Per row: loss = -log
+// softmax(logits)[label]; d_logits = grad_scale * (softmax - onehot). totals[0] += sum of losses over rows,
+// totals[1] += rows whose largest logit (first on ties) is the label; without `accumulate`, = instead of +=.
+// Both totals are doubles in device memory; rows are added in fixed order. d_logits may be null (evaluation)
+// or equal logits. A label outside 0..classes-1 gives a NaN loss.
 template <typename S = float>
 struct CrossEntropy {
   const float* logits = nullptr;    // (rows, K)

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #include "kernels/math/gelu.h"
 #include "kernels/simd/vector.h"
@@ -91,25 +92,14 @@ GW_INLINE void any_row_backward(const S* y, S* dy, int64_t width, int64_t ld, fl
 template <typename Row>
 GW_INLINE void for_rows_of_length(int64_t ld, int64_t begin, int64_t end, const Row& row) {
   const auto rows = [&]<int kLd>(std::integral_constant<int, kLd> length) GW_HD_LAMBDA {
+    if (kLd != 0 && kLd != ld) return false;
     for (int64_t r = begin; r < end; ++r) row(length, r);
+    return true;
   };
-  switch (ld) {
-    case 8:
-      return rows(std::integral_constant<int, 8>());
-    case 16:
-      return rows(std::integral_constant<int, 16>());
-    case 24:
-      return rows(std::integral_constant<int, 24>());
-    case 32:
-      return rows(std::integral_constant<int, 32>());
-    case 40:
-      return rows(std::integral_constant<int, 40>());
-    case 56:
-      return rows(std::integral_constant<int, 56>());
-    case 72:
-      return rows(std::integral_constant<int, 72>());
+  [&]<int... kLengths>(std::integer_sequence<int, kLengths...>) GW_HD_LAMBDA {
+    (rows(std::integral_constant<int, kLengths>()) || ...);
   }
-  rows(std::integral_constant<int, 0>());
+  (std::integer_sequence<int, 8, 16, 24, 32, 40, 56, 72, 0>());
 }
 
 template <typename S>
@@ -154,8 +144,6 @@ void softmax_backward(const SoftmaxBackward<S>& a) {
 
 GW_INSTANTIATE_OP(softmax, Softmax)
 GW_INSTANTIATE_OP(softmax_backward, SoftmaxBackward)
-
-// Host cross_entropy.
 
 namespace {
 

@@ -304,53 +304,6 @@ TEST(Gemm, RejectsIncompatibleTypes) {
   EXPECT_EQ(message([&](Gemm& g) { g.precision = Precision::tf32; }), "accepted");
 }
 
-// Computes the product as documented for cublasLtMatmul: column-major D = op(A) op(B), plus a vector with one
-// element per row of D. `product` is the index in a batch.
-void interpret(const ColumnMajorGemm& g, int64_t product, float* d) {
-  auto at = [product](const ColumnMajorMatrix& m, bool transpose, int64_t row, int64_t column) {
-    if (transpose) std::swap(row, column);
-    EXPECT_TRUE(row < m.rows && column < m.columns && m.ld >= m.rows);
-    return static_cast<const float*>(m.data)[product * m.stride + column * m.ld + row];
-  };
-  const int64_t inner = g.transpose_a ? g.a.rows : g.a.columns;
-  ASSERT_EQ(g.transpose_b ? g.b.columns : g.b.rows, inner);
-  ASSERT_EQ(g.transpose_a ? g.a.columns : g.a.rows, g.d.rows);
-  ASSERT_EQ(g.transpose_b ? g.b.rows : g.b.columns, g.d.columns);
-  for (int64_t column = 0; column < g.d.columns; ++column) {
-    for (int64_t row = 0; row < g.d.rows; ++row) {
-      double sum = g.bias != nullptr ? static_cast<const float*>(g.bias)[row] : 0.0f;
-      for (int64_t k = 0; k < inner; ++k) {
-        sum += double{at(g.a, g.transpose_a, row, k)} * at(g.b, g.transpose_b, k, column);
-      }
-      d[product * g.d.stride + column * g.d.ld + row] = static_cast<float>(sum);
-    }
-  }
-}
-
-TEST(ColumnMajorGemm, DescribesTheSameProductToCublasLt) {
-  for (int t = 0; t < 4; ++t) {
-    for (int64_t pad : {0, 3}) {
-      Operands o(5, 7, 4, (t & 1) != 0, (t & 2) != 0, 1, pad);
-      const auto bias = OpTest::normal(7, 4);
-      auto want = o.c, got = o.c;
-      Gemm g = o.args;
-      g.a = o.a.data(), g.b = o.b.data(), g.bias = bias.data();
-      g.c = want.data();
-      reference::gemm(g);
-      interpret(column_major(g), 0, got.data());
-      expect_close(got, want, 1e-6, o.name());
-
-      const Operands many(5, 7, 4, (t & 1) != 0, (t & 2) != 0, 3, pad, 2);
-      auto all = many.c;
-      Gemm batch = many.args;
-      batch.a = many.a.data(), batch.b = many.b.data(), batch.c = all.data();
-      const ColumnMajorGemm call = column_major(batch);
-      for (int64_t product = 0; product < call.batch; ++product) interpret(call, product, all.data());
-      expect_close(all, many.reference(), 1e-6, many.name());
-    }
-  }
-}
-
 GW_INSTANTIATE_BACKENDS(GemmOp);
 GW_INSTANTIATE_BACKENDS(GemmEpilogue);
 

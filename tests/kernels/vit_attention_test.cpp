@@ -166,8 +166,7 @@ Problem<S> by_parts(const Shape& s, Problem<S> in) {
   std::vector<S> weights(matrices * s.tokens * padded), d_weights(weights);
   std::vector<float> scores(weights.size());
   auto sized = [&](auto args) { return Problem<S>::sized(args, s); };
-  reference::split_heads(
-      sized(SplitHeads<S>{.qkv = in.qkv.data(), .q = q.data(), .k = k.data(), .v = v.data()}));
+  reference::split_heads(sized(Heads<S>{.rows = in.qkv.data(), .parts = {q.data(), k.data(), v.data()}}));
   auto product = [&](bool transpose_a, bool transpose_b, int64_t n, int64_t inner, const S* a, int64_t lda,
                      const S* b, int64_t ldb, MatrixPointer<void> c, int64_t ldc) {
     Gemm g;
@@ -188,10 +187,8 @@ Problem<S> by_parts(const Shape& s, Problem<S> in) {
                                 .ld = padded,
                                 .scale = scale});
   product(false, false, s.dim, s.tokens, weights.data(), padded, v.data(), s.dim, heads.data(), s.dim);
-  auto merge = sized(MergeHeads<S>{.in = heads.data(), .out = in.merged.data()});
-  reference::merge_heads(merge);
-  merge.in = in.d_merged.data(), merge.out = heads.data(), merge.inverse = true;
-  reference::merge_heads(merge);
+  reference::merge_heads(sized(Heads<S>{.rows = in.merged.data(), .parts = {heads.data()}}));
+  reference::split_heads(sized(Heads<S>{.rows = in.d_merged.data(), .parts = {heads.data()}}));
   product(true, false, s.dim, s.tokens, weights.data(), padded, heads.data(), s.dim, dv.data(), s.dim);
   product(false, true, s.tokens, s.dim, heads.data(), s.dim, v.data(), s.dim, d_weights.data(), padded);
   reference::softmax_backward(SoftmaxBackward<S>{.y = weights.data(),
@@ -202,8 +199,8 @@ Problem<S> by_parts(const Shape& s, Problem<S> in) {
                                                  .scale = scale});
   product(false, false, s.dim, s.tokens, d_weights.data(), padded, k.data(), s.dim, dq.data(), s.dim);
   product(true, false, s.dim, s.tokens, d_weights.data(), padded, q.data(), s.dim, dk.data(), s.dim);
-  reference::split_heads_backward(sized(
-      SplitHeadsBackward<S>{.dq = dq.data(), .dk = dk.data(), .dv = dv.data(), .d_qkv = in.d_qkv.data()}));
+  reference::merge_heads(
+      sized(Heads<S>{.rows = in.d_qkv.data(), .parts = {dq.data(), dk.data(), dv.data()}}));
   return in;
 }
 

@@ -1,4 +1,4 @@
-// bias_residual() and column_sum(), the gradient of the bias.
+// column_sum(), the gradient of a bias, and combine_sums().
 #include "kernels/vit/elementwise.h"
 #include "kernels/vit/layer_norm.h"
 #include "tests/kernels/operand.h"
@@ -14,8 +14,6 @@ const std::vector<RowsByWidth> kShapes = {{0, 64},    {1, 1},    {5, 7},    {16,
 double sum_scale(int64_t rows) {
   return std::sqrt(1.0 + static_cast<double>(rows));
 }
-
-enum class Out { other, residual, y };  // output array of bias_residual
 
 class VitBias : public OpTest {
  public:
@@ -44,27 +42,6 @@ class VitBias : public OpTest {
     run_column_sum(x, sum, s, accumulate);
     sum.expect_close("sum", 1e-6, sum_scale(s.rows));
   }
-  template <typename S>
-  void check_residual(const RowsByWidth& s, int64_t misalign, bool adds_residual, Out to) {
-    Operand<S> y(*this, normal(s.size(), 1), misalign);
-    Operand<float> bias(*this, normal(s.width, 2), misalign), residual(*this, normal(s.size(), 3), misalign),
-        other(*this, s.size(), misalign);
-    Operand<float>& x = [&]() -> Operand<float>& {
-      if constexpr (std::is_same_v<S, float>) {
-        if (to == Out::y) return y;
-      }
-      return to == Out::residual ? residual : other;
-    }();
-    GW_RUN_BOTH(bias_residual, [&](auto on) {
-      return BiasResidual{.y = on(y),
-                          .bias = on(bias),
-                          .residual = adds_residual ? on(residual) : nullptr,
-                          .x = on(x),
-                          .rows = s.rows,
-                          .width = s.width};
-    });
-    x.expect_close("x", 3e-7, 2.0);
-  }
   // Compares `sums` with the reference's sums of the same partial sums, added to `start`.
   void expect_reference_sums(PartialSums of, const std::vector<float>& partial, std::vector<float> start,
                              const std::vector<float>& sums) {
@@ -74,16 +51,6 @@ class VitBias : public OpTest {
     expect_close(sums, start, 1e-6, "sums of partial sums", 4.0);
   }
 };
-
-TEST_P(VitBias, ResidualAddsAllThreeInPlaceOfAnyOfThem) {
-  for_shapes(kShapes, [&](const RowsByWidth& s, int64_t misalign) {
-    for (bool adds_residual : {false, true}) {
-      for (Out to : {Out::other, Out::residual, Out::y})
-        check_residual<float>(s, misalign, adds_residual, to);
-      for (Out to : {Out::other, Out::residual}) check_residual<Bf16>(s, misalign, adds_residual, to);
-    }
-  });
-}
 
 TEST_P(VitBias, ColumnSumMatchesTheDoubleReference) {
   for_shapes(kShapes, [&](const RowsByWidth& s, int64_t misalign) {

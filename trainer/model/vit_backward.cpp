@@ -268,13 +268,12 @@ void TypedVitPasses<S>::backward_attention(size_t layer, int64_t slot, GradientO
     to.report(args.sums(), {at.in_bias});
     return;
   }
-  merge_heads<S>(stream_, {.in = a_.d_branch,
-                           .out = a_.heads_out,
+  split_heads<S>(stream_, {.rows = a_.d_branch,
+                           .parts = {a_.heads_out},
                            .batch = batch_,
                            .tokens = t,
                            .heads = config_.heads,
-                           .head_dim = d,
-                           .inverse = true});
+                           .head_dim = d});
   attention_product(true, false, d, t, l.attention, tp, a_.heads_out, d, a_.dv, d);
   attention_product(false, true, t, d, a_.heads_out, d, l.v, d, a_.d_attention, tp);
   softmax_backward<S>(stream_, {.y = l.attention,
@@ -285,14 +284,12 @@ void TypedVitPasses<S>::backward_attention(size_t layer, int64_t slot, GradientO
                                 .scale = attention_scale()});
   attention_product(false, false, d, t, a_.d_attention, tp, l.k, d, a_.dq, d);
   attention_product(true, false, d, t, a_.d_attention, tp, l.q, d, a_.dk, d);
-  split_heads_backward<S>(stream_, {.dq = a_.dq,
-                                    .dk = a_.dk,
-                                    .dv = a_.dv,
-                                    .d_qkv = d_qkv(l, slot),
-                                    .batch = batch_,
-                                    .tokens = t,
-                                    .heads = config_.heads,
-                                    .head_dim = d});
+  merge_heads<S>(stream_, {.rows = d_qkv(l, slot),
+                           .parts = {a_.dq, a_.dk, a_.dv},
+                           .batch = batch_,
+                           .tokens = t,
+                           .heads = config_.heads,
+                           .head_dim = d});
   column_sum<S>(stream_, {.x = d_qkv(l, slot),
                           .sum = to.at(at.in_bias),
                           .workspace = a_.in_sums.of(slot),

@@ -120,15 +120,13 @@ void TypedVitPasses<S>::forward_attention(size_t layer) {
     return;
   }
   product(false, true, rows, 3 * c, c, l.ln1, operand(at.in_weight), a_.qkv);
-  split_heads<S>(stream_, {.qkv = a_.qkv,
-                           .bias = weight(at.in_bias),
-                           .q = l.q,
-                           .k = l.k,
-                           .v = l.v,
+  split_heads<S>(stream_, {.rows = a_.qkv,
+                           .parts = {l.q, l.k, l.v},
                            .batch = batch_,
                            .tokens = t,
                            .heads = config_.heads,
-                           .head_dim = d});
+                           .head_dim = d,
+                           .bias = weight(at.in_bias)});
   attention_product(false, true, t, d, l.q, d, l.k, d, scores_of(l.attention), tp);
   softmax<S>(stream_, {.x = scores_of(l.attention),
                        .y = l.attention,
@@ -137,8 +135,8 @@ void TypedVitPasses<S>::forward_attention(size_t layer) {
                        .ld = tp,
                        .scale = attention_scale()});
   attention_product(false, false, d, t, l.attention, tp, l.v, d, a_.heads_out, d);
-  merge_heads<S>(stream_, {.in = a_.heads_out,
-                           .out = l.merged,
+  merge_heads<S>(stream_, {.rows = l.merged,
+                           .parts = {a_.heads_out},
                            .batch = batch_,
                            .tokens = t,
                            .heads = config_.heads,
