@@ -16,8 +16,8 @@ namespace {
 
 template <typename S, int W>
 struct HeadColumn {
-  S* part;  // the column's element of image 0, token 0
-  float bias[W];
+  S* part;        // the column's element of image 0, token 0
+  float bias[W];  // 0 without a bias
 };
 
 template <bool kSplit, typename S>
@@ -43,7 +43,7 @@ struct MoveHeads {
     S* const in_part = column.part + (image * a.heads * a.tokens + token) * a.head_dim;
     float x[W];
     load<W>(kSplit ? in_rows : in_part, x);
-    if (kSplit && a.bias != nullptr) add<W>(column.bias, x);
+    if (kSplit) add<W>(column.bias, x);
     store<W>(kSplit ? in_part : in_rows, x);
   }
 };
