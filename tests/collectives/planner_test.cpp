@@ -173,8 +173,9 @@ TEST(Planner, EveryRankMeasuresTheSameNumbers) {
   }
 }
 
-// How many rounds fit into the time depends on the machine. So the test checks only what holds on each machine:
-// a pattern has at most 32 rounds' worth of `most` bytes, and the small messages take less than 128 KiB.
+// How many rounds fit into the time depends on the machine. So the test checks only what holds on each
+// machine: a pattern has at most 32 rounds' worth of `most` bytes, and the small messages take less than 128
+// KiB.
 TEST(Planner, MeasuresWithAtMostItsLimitOfBytesTheSameOnAllRanks) {
   for (size_t most : {size_t{4} << 10, size_t{64} << 10, size_t{8} << 20}) {
     std::vector<uint64_t> sent(3);
