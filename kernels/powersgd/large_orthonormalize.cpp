@@ -68,8 +68,8 @@ GW_INLINE double factor(double* a, int32_t* dependent) {
 
 }  // namespace
 
-GW_DEFINE_WIDEST(void, multiply_tiles, multiply, (const TileProduct& p), (p))
-GW_DEFINE_WIDEST(double, factor_tile, factor, (double* a, int32_t* dependent), (a, dependent))
+GW_DEFINE_WIDEST(void, multiply_tiles, multiply, NarrowSums, WideSums, (const TileProduct& p), (p))
+GW_DEFINE_WIDEST(double, factor_tile, factor, NarrowSums, WideSums, (double* a, int32_t* dependent), (a, dependent))
 
 void pack_tile(const double* from, int64_t stride, double* to) {
   for (int j = 0; j < kSquareTile; j += kPanel, to += kPanel * kSquareTile) {
@@ -270,8 +270,8 @@ GW_INLINE void weigh(const WeightedRows& a) {
 
 }  // namespace
 
-GW_DEFINE_WIDEST(void, gram_block, gram, (const GramBlock& a), (a))
-GW_DEFINE_WIDEST(void, weigh_rows, weigh, (const WeightedRows& a), (a))
+GW_DEFINE_WIDEST(void, gram_block, gram, NarrowSums, WideSums, (const GramBlock& a), (a))
+GW_DEFINE_WIDEST(void, weigh_rows, weigh, NarrowSums, WideSums, (const WeightedRows& a), (a))
 
 void pack_weights(const double* weights, int64_t stride, int rank, double* to) {
   for (int column = 0; column < rank; column += kPanel) {

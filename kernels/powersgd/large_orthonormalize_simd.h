@@ -19,36 +19,11 @@ struct NarrowSums {
   using Floats = float __attribute__((vector_size(16)));
   static constexpr int kLanes = 4, kRows = 4, kVecs = 2, kColumns = kVecs * kLanes;
 };
-// For AVX-512: without it, GCC 12 splits operations on 64-byte vectors into scalar operations.
 struct WideSums {
   using Vec = double __attribute__((vector_size(64)));
   using Floats = float __attribute__((vector_size(32)));
   static constexpr int kLanes = 8, kRows = 8, kVecs = 2, kColumns = kVecs * kLanes;
 };
-#ifdef __x86_64__
-#define GW_AVX512 __attribute__((noinline, target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
-inline bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-#else
-#define GW_AVX512
-inline bool has_avx512() {
-  return false;
-}
-#endif
-
-// Defines NAME as BODY<S> for the widest sums that the processor has.
-#define GW_DEFINE_WIDEST(RESULT, NAME, BODY, PARAMETERS, ARGUMENTS)        \
-  GW_SIMD static RESULT NAME##_narrow PARAMETERS {                         \
-    return BODY<NarrowSums> ARGUMENTS;                                     \
-  }                                                                        \
-  GW_AVX512 static RESULT NAME##_wide PARAMETERS {                         \
-    return BODY<WideSums> ARGUMENTS;                                       \
-  }                                                                        \
-  RESULT NAME PARAMETERS {                                                 \
-    return has_avx512() ? NAME##_wide ARGUMENTS : NAME##_narrow ARGUMENTS; \
-  }
 
 // Columns of a packed panel, whose element (k, c) is at [k][c]. A panel is read as a right factor, and its
 // columns as a left factor.
