@@ -209,7 +209,7 @@ GW_INLINE void project_block(const Fresh& a, int64_t row, int64_t column, int64_
   form_block<Vec>(here, row, kRows, 0, columns, m, a.stride);
   for (int k = 0; k < a.rank; k += kRankTile) {
     project_tile<Vec, kRows, kRankTile>(m, a.stride, columns, turned + k * a.stride, a.stride, sums + k,
-                                   sums_stride);
+                                        sums_stride);
   }
 }
 
@@ -249,10 +249,11 @@ GW_INLINE void project(const MatrixPart& a, const float* q, float* p) {
         int64_t i = 0;
         for (; i + kRowTile <= rows; i += kRowTile) {
           project_block<Vec, kRowTile>(fresh, first + i, column, columns, turned, m, sums + i * sums_stride,
-                                  sums_stride);
+                                       sums_stride);
         }
         for (; i < rows; ++i) {
-          project_block<Vec, 1>(fresh, first + i, column, columns, turned, m, sums + i * sums_stride, sums_stride);
+          project_block<Vec, 1>(fresh, first + i, column, columns, turned, m, sums + i * sums_stride,
+                                sums_stride);
         }
       }
     }
@@ -302,11 +303,11 @@ GW_INLINE void back_all_ranks(const float* m, int64_t m_stride, int64_t columns,
   int k = 0;
   for (; k + kRankTile <= rank; k += kRankTile) {
     back_tile<Vec, kRankTile, kWhole>(m, m_stride, columns, p + k, rank, rows, k == 0 ? ahead : nullptr,
-                                 sums + k * stride, stride);
+                                      sums + k * stride, stride);
   }
   for (; k < rank; ++k) {
-    back_tile<Vec, 1, kWhole>(m, m_stride, columns, p + k, rank, rows, k == 0 ? ahead : nullptr, sums + k * stride,
-                         stride);
+    back_tile<Vec, 1, kWhole>(m, m_stride, columns, p + k, rank, rows, k == 0 ? ahead : nullptr,
+                              sums + k * stride, stride);
   }
 }
 
@@ -415,7 +416,7 @@ GW_INLINE void reconstruct_piece(const ReconstructRows& a, int64_t row0, int64_t
   }
   for (; j < columns; j += kLanes) {
     reconstruct_tile<Vec, kRows, 1>(a, row0, column0 + j, std::min<int64_t>(kLanes, columns - j), turned + j,
-                               stride);
+                                    stride);
   }
 }
 

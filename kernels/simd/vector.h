@@ -40,9 +40,9 @@
 #define GW_INLINE __attribute__((always_inline)) inline
 
 #ifdef __x86_64__
-#define GW_AVX512 __attribute__((noinline, target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
+#define GW_SIMD_AVX512 __attribute__((noinline, target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
 #else
-#define GW_AVX512
+#define GW_SIMD_AVX512
 #endif
 
 // Defines NAME as BODY<WIDE> with AVX-512, and as BODY<NARROW> without it. WIDE is a 64-byte vector, or has
@@ -51,7 +51,7 @@
   GW_SIMD static RESULT NAME##_narrow PARAMETERS {                                \
     return BODY<NARROW> ARGUMENTS;                                                \
   }                                                                               \
-  GW_AVX512 static RESULT NAME##_wide PARAMETERS {                                \
+  GW_SIMD_AVX512 static RESULT NAME##_wide PARAMETERS {                           \
     return BODY<WIDE> ARGUMENTS;                                                  \
   }                                                                               \
   RESULT NAME PARAMETERS {                                                        \
@@ -66,7 +66,7 @@
 
 namespace gradwire::host {
 
-// Returns whether the processor runs GW_AVX512's functions.
+// Returns whether the processor runs GW_SIMD_AVX512's functions.
 inline bool has_avx512() {
 #ifdef __x86_64__
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
