@@ -191,9 +191,11 @@ GW_INLINE void project_rows_of_rank(const Fresh& a, int64_t row, int64_t rows, i
                                     int64_t columns, const float* turned, float* sums) {
   for (int64_t i = 0; i < rows; ++i) {
     if (a.pending_p != nullptr) {
-      project_row<Vec, kRank, true>(a, row + i, column, columns, turned, sums + i * kRankTile);
+      project_row<Vec, kRank, true>(a, row + i, column, columns, turned,
+                                    sums + i * round_up(kRank, kRankTile));
     } else {
-      project_row<Vec, kRank, false>(a, row + i, column, columns, turned, sums + i * kRankTile);
+      project_row<Vec, kRank, false>(a, row + i, column, columns, turned,
+                                     sums + i * round_up(kRank, kRankTile));
     }
   }
 }
@@ -245,6 +247,8 @@ GW_INLINE void project(const MatrixPart& a, const float* q, float* p) {
         project_rows_of_rank<Vec, 2>(fresh, first, rows, column, columns, turned, sums);
       } else if (a.rank <= kRankTile) {
         project_rows_of_rank<Vec, kRankTile>(fresh, first, rows, column, columns, turned, sums);
+      } else if (a.rank == 2 * kRankTile && std::is_same_v<Vec, WideF32x16>) {  // sums stay in registers
+        project_rows_of_rank<Vec, 2 * kRankTile>(fresh, first, rows, column, columns, turned, sums);
       } else {
         int64_t i = 0;
         for (; i + kRowTile <= rows; i += kRowTile) {
