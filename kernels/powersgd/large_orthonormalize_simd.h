@@ -105,12 +105,12 @@ template <typename S>
 GW_INLINE void narrow_sums(const typename S::Vec (&sums)[S::kRows][S::kVecs], int64_t rows, int columns,
                            int rank, const int32_t* order, bool in_order, float* out) {
   if (rows == S::kRows && in_order && (columns == S::kLanes || columns >= S::kColumns)) {
-#pragma GCC unroll 2
-    for (int v = 0; v < S::kVecs && v * S::kLanes < columns; ++v) {
 #pragma GCC unroll 8
-      for (int i = 0; i < S::kRows; ++i) {
+    for (int i = 0; i < S::kRows; ++i) {
+#pragma GCC unroll 2
+      for (int v = 0; v < S::kVecs; ++v) {
         const auto part = __builtin_convertvector(sums[i][v], typename S::Floats);
-        store(out + i * rank + order[0] + v * S::kLanes, part);
+        if (v * S::kLanes < columns) store(out + i * rank + order[0] + v * S::kLanes, part);
       }
     }
     return;
