@@ -1,6 +1,6 @@
-// The loops of the host's orthonormalization above rank kMaxSmallRank, compiled for several instruction
-// sets. Every sum has the order of the rows of its factors, for any width of vectors, so all instruction sets
-// compute the same bits.
+// The loops of the host's orthonormalization, compiled for several instruction sets: all of them above rank
+// kMaxSmallRank, and the products with A below. Every sum has the order of the rows of its factors, for any
+// width of vectors, so all instruction sets compute the same bits.
 //
 // Floor: a sum's term takes a lane of an FP64 multiply-add, n r^2 terms per matrix for the Gram matrix and
 // the rows together, and 1/3 r^3 for the factor. Zen 4 at 3.6 GHz computes 29 G terms per second and core.
