@@ -128,12 +128,7 @@ GW_INLINE void pack_columns(const float* a, int64_t rows, int rank, const int32_
           widen_panel_row<S>(from + columns[0] + first, panel);
           continue;
         }
-        if (adjacent && there == NarrowSums::kLanes) {
-          const auto four = load<NarrowSums::Floats>(from + columns[0] + first);
-          store(panel, __builtin_convertvector(four, NarrowSums::Vec));
-        } else {
-          for (int c = 0; c < there; ++c) panel[c] = from[columns[first + c]];
-        }
+        for (int c = 0; c < there; ++c) panel[c] = from[columns[first + c]];
         std::fill(panel + there, panel + kPanel, 0.0);
       }
     }
