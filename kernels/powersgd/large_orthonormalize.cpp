@@ -68,8 +68,9 @@ GW_INLINE double factor(double* a, int32_t* dependent) {
 
 }  // namespace
 
-GW_DEFINE_WIDEST(void, multiply_tiles, multiply, (const TileProduct& p), (p))
-GW_DEFINE_WIDEST(double, factor_tile, factor, (double* a, int32_t* dependent), (a, dependent))
+GW_DEFINE_WIDEST(void, multiply_tiles, multiply, NarrowSums, WideSums, (const TileProduct& p), (p))
+GW_DEFINE_WIDEST(double, factor_tile, factor, NarrowSums, WideSums, (double* a, int32_t* dependent),
+                 (a, dependent))
 
 void pack_tile(const double* from, int64_t stride, double* to) {
   for (int j = 0; j < kSquareTile; j += kPanel, to += kPanel * kSquareTile) {
@@ -95,8 +96,11 @@ GW_ALLOW_FMA
 namespace gradwire::host {
 namespace {
 
+constexpr int round_up(int count, int to) {
+  return (count + to - 1) / to * to;
+}
+
 constexpr int64_t kGramPanel = kGramRows * kPanel;  // doubles
-constexpr int kFloatsOfLine = 16;
 
 template <typename S>
 GW_INLINE void widen_panel_row(const float* from, double* to) {
@@ -106,14 +110,13 @@ GW_INLINE void widen_panel_row(const float* from, double* to) {
   }
 }
 
-// Packs columns of rows of A into panels of kGramRows rows, with zeros up to whole tiles.
+// Packs columns of rows of A into panels of kGramRows rows, with zeros up to `padded` columns.
 template <typename S>
 GW_INLINE void pack_columns(const float* a, int64_t rows, int rank, const int32_t* columns, int count,
-                            double* to) {
+                            int padded, double* to) {
   constexpr int64_t kTogether = 8;  // rows, which stay in the L1 cache for all panels
   const bool adjacent =
       columns[count - 1] - columns[0] == count - 1 && std::is_sorted(columns, columns + count);
-  const int padded = tiles_of(count) * kSquareTile;
   for (int64_t row0 = 0; row0 < rows; row0 += kTogether) {
     const int64_t end = std::min(rows, row0 + kTogether);
     for (int first = 0; first < padded; first += kPanel) {
@@ -171,18 +174,44 @@ struct NextRows {
   }
 };
 
+// Computes the Gram matrix of columns that fill more than half a vector. A vector's other lanes hold the
+// next row, and their sums are undefined.
+template <typename S>
+GW_INLINE void gram_of_vector(const GramBlock& a) {
+  double* const packed = a.packed;
+  const int64_t rank = a.rank, n = a.n;
+  typename S::Vec sums[S::kRows][S::kVecs] = {};
+  float last[S::kLanes] = {};
+  std::copy_n(a.a + (n - 1) * rank, rank, last);
+  const auto pack = [&](const float* from, int64_t row) __attribute__((always_inline)) {
+    store(packed + row * kPanel, __builtin_convertvector(load<typename S::Floats>(from), typename S::Vec));
+  };
+  for (int64_t first = 0; first < n; first += kGramRows) {
+    const int64_t rows = std::min(kGramRows, n - first), before_last = std::min(rows, n - 1 - first);
+    const float* from = a.a + first * rank;
+    for (int64_t row = 0; row < before_last; ++row, from += rank) pack(from, row);
+    if (before_last < rows) pack(last, before_last);
+    add_products<S, 0, 1>(packed, 1, kPanel, packed, rows, sums);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < S::kRows; ++i) store(a.out + i * a.stride, sums[i][0]);
+}
+
 template <typename S>
 GW_INLINE void gram(const GramBlock& a) {
-  const int height = tiles_of(a.left_count) * kSquareTile, width = tiles_of(a.right_count) * kSquareTile;
+  if (a.small && a.rank == std::clamp(a.rank, 3, 4)) return gram_of_vector<NarrowSums>(a);
+  if (a.small && a.rank == std::clamp(a.rank, S::kLanes / 2 + 1, S::kLanes)) return gram_of_vector<S>(a);
+  const int side = a.small ? S::kRows : kSquareTile;
+  const int height = round_up(a.left_count, side), width = round_up(a.right_count, side);
   double* const left = a.packed;
   double* const right = a.diagonal ? left : left + kGramRows * height;
   const int64_t lines = ((a.diagonal ? 0 : a.left_count) + a.right_count + kFloatsOfLine - 1) / kFloatsOfLine;
-  const int64_t tiles = int64_t{height / S::kRows} * (width / S::kColumns) / (a.diagonal ? 2 : 1);
+  const int64_t tiles = std::max(1, height / S::kRows * (width / S::kColumns) / (a.diagonal ? 2 : 1));
   for (int64_t row = 0; row < a.n; row += kGramRows) {
     const int64_t rows = std::min(kGramRows, a.n - row);
     const float* const from = a.a + row * a.rank;
-    pack_columns<S>(from, rows, a.rank, a.left, a.left_count, left);
-    if (!a.diagonal) pack_columns<S>(from, rows, a.rank, a.right, a.right_count, right);
+    pack_columns<S>(from, rows, a.rank, a.left, a.left_count, round_up(height, kPanel), left);
+    if (!a.diagonal) pack_columns<S>(from, rows, a.rank, a.right, a.right_count, width, right);
     NextRows next{.row = from + rows * a.rank + a.right[0],
                   .rows = std::min(kGramRows, a.n - row - rows),
                   .stride = a.rank,
@@ -204,74 +233,10 @@ GW_INLINE void gram(const GramBlock& a) {
   }
 }
 
-// Widens rows of A, with columns in the order of elimination, and sets the other rows of x to 0.
-template <typename S>
-GW_INLINE void widen_rows(const float* in, int64_t rows, int rank, const int32_t* order, bool in_order,
-                          double* x) {
-  if (in_order) {
-    for (int64_t at = 0; at < rows * rank; ++at) x[at] = in[at];
-  } else {
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int k = 0; k < rank; ++k) x[i * rank + k] = in[i * rank + order[k]];
-    }
-  }
-  std::fill(x + rows * rank, x + S::kRows * rank, 0.0);
-}
-
-// Narrows sums to rows of `out`; `order` holds the columns of the sums.
-template <typename S>
-GW_INLINE void narrow_sums(const typename S::Vec (&sums)[S::kRows][S::kVecs], int64_t rows, int columns,
-                           int rank, const int32_t* order, bool in_order, float* out) {
-  if (rows == S::kRows && columns == S::kColumns && in_order) {
-#pragma GCC unroll 8
-    for (int i = 0; i < S::kRows; ++i) {
-#pragma GCC unroll 2
-      for (int v = 0; v < S::kVecs; ++v) {
-        const auto part = __builtin_convertvector(sums[i][v], typename S::Floats);
-        store(out + i * rank + order[0] + v * S::kLanes, part);
-      }
-    }
-    return;
-  }
-  double all[S::kRows * S::kColumns];
-  std::memcpy(all, sums, sizeof sums);
-  for (int64_t i = 0; i < rows; ++i) {
-    for (int c = 0; c < columns; ++c) {
-      out[i * rank + order[c]] = static_cast<float>(all[i * S::kColumns + c]);
-    }
-  }
-}
-
-template <typename S>
-GW_INLINE void weigh(const WeightedRows& a) {
-  alignas(64) double x[S::kRows * kMaxPowerSgdRank];
-  bool in_order = true;
-  for (int k = 0; k < a.rank; ++k) in_order = in_order && a.order[k] == k;
-  for (int64_t row = 0; row < a.rows; row += S::kRows) {
-    const int64_t rows = std::min<int64_t>(S::kRows, a.rows - row);
-    const float* const in = a.in + row * a.rank;
-    widen_rows<S>(in, rows, a.rank, a.order, in_order, x);
-    const double* panel = a.weights;
-    for (int column = 0; column < a.rank; column += S::kColumns) {
-      for (int i = 0; i < S::kRows * S::kColumns; i += kFloatsOfLine) {
-        __builtin_prefetch(in + S::kRows * (a.rank + column) + i);  // the next rows
-      }
-      // The second vector's columns have weights in more rows.
-      const int first = std::min(a.rank, column + S::kLanes), end = std::min(a.rank, column + S::kColumns);
-      const double* const weights = panel + column % kPanel;
-      typename S::Vec y[S::kRows][S::kVecs] = {};
-      add_products<S, 0, S::kVecs>(x, a.rank, 1, weights, first, y);
-      add_products<S, 1, S::kVecs>(x + first, a.rank, 1, weights + int64_t{first} * kPanel, end - first, y);
-      narrow_sums<S>(y, rows, end - column, a.rank, a.order + column, in_order, a.out + row * a.rank);
-      if ((column + S::kColumns) % kPanel == 0) panel += (column + S::kColumns) * int64_t{kPanel};
-    }
-  }
-}
-
 }  // namespace
 
-GW_DEFINE_WIDEST(void, gram_block, gram, (const GramBlock& a), (a))
-GW_DEFINE_WIDEST(void, weigh_rows, weigh, (const WeightedRows& a), (a))
+GW_DEFINE_WIDEST(void, gram_block, gram, NarrowSums, WideSums, (const GramBlock& a), (a))
+GW_DEFINE_WIDEST(void, weigh_rows, weigh, NarrowSums, WideSums, (const WeightedRows& a), (a))
 
 void pack_weights(const double* weights, int64_t stride, int rank, double* to) {
   for (int column = 0; column < rank; column += kPanel) {

@@ -1,6 +1,6 @@
-// The loops of the host's orthonormalization above rank kMaxSmallRank, compiled for several instruction
-// sets. Every sum has the order of the rows of its factors, for any width of vectors, so all instruction sets
-// compute the same bits.
+// The loops of the host's orthonormalization, compiled for several instruction sets: all of them above rank
+// kMaxSmallRank, and the products with A below. Every sum has the order of the rows of its factors, for any
+// width of vectors, so all instruction sets compute the same bits.
 //
 // Floor: a sum's term takes a lane of an FP64 multiply-add, n r^2 terms per matrix for the Gram matrix and
 // the rows together, and 1/3 r^3 for the factor. Zen 4 at 3.6 GHz computes 29 G terms per second and core.
@@ -19,37 +19,13 @@ struct NarrowSums {
   using Floats = float __attribute__((vector_size(16)));
   static constexpr int kLanes = 4, kRows = 4, kVecs = 2, kColumns = kVecs * kLanes;
 };
-// For AVX-512: without it, GCC 12 splits operations on 64-byte vectors into scalar operations.
 struct WideSums {
   using Vec = double __attribute__((vector_size(64)));
   using Floats = float __attribute__((vector_size(32)));
   static constexpr int kLanes = 8, kRows = 8, kVecs = 2, kColumns = kVecs * kLanes;
 };
-#ifdef __x86_64__
-#define GW_AVX512 __attribute__((noinline, target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
-inline bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-#else
-#define GW_AVX512
-inline bool has_avx512() {
-  return false;
-}
-#endif
 
-// Defines NAME as BODY<S> for the widest sums that the processor has.
-#define GW_DEFINE_WIDEST(RESULT, NAME, BODY, PARAMETERS, ARGUMENTS)        \
-  GW_SIMD static RESULT NAME##_narrow PARAMETERS {                         \
-    return BODY<NarrowSums> ARGUMENTS;                                     \
-  }                                                                        \
-  GW_AVX512 static RESULT NAME##_wide PARAMETERS {                         \
-    return BODY<WideSums> ARGUMENTS;                                       \
-  }                                                                        \
-  RESULT NAME PARAMETERS {                                                 \
-    return has_avx512() ? NAME##_wide ARGUMENTS : NAME##_narrow ARGUMENTS; \
-  }
-
+inline constexpr int kFloatsOfLine = 16;
 // Columns of a packed panel, whose element (k, c) is at [k][c]. A panel is read as a right factor, and its
 // columns as a left factor.
 inline constexpr int kPanel = 16;
@@ -73,7 +49,8 @@ GW_INLINE void add_products(const double* x, int64_t x_stride, int64_t x_step, c
 }
 
 // Arguments for a block of A^T A: `left` and `right` are the columns of A that the block's rows and columns
-// belong to. Elements beyond these columns, up to whole tiles, become 0.
+// belong to. Elements beyond these columns, up to whole tiles, become 0; with
+// `small`, they are undefined.
 struct GramBlock {
   const float* a;  // (n, rank)
   int64_t n;
@@ -81,9 +58,10 @@ struct GramBlock {
   const int32_t *left, *right;
   int left_count, right_count;
   bool diagonal;   // left is right; only elements on or below the diagonal are defined
-  double* packed;  // kGramRows doubles per column, up to whole tiles, of `left` and of `right`
+  double* packed;  // kGramRows doubles per column, padded, of `left` and of `right`
   double* out;     // rows `stride` apart
   int64_t stride;
+  bool small = false;  // up to rank kMaxSmallRank, and all columns in order
 };
 inline constexpr int64_t kGramRows = 128;  // rows of A that are packed at a time, to stay in the L2 cache
 void gram_block(const GramBlock& a);
@@ -107,6 +85,71 @@ struct WeightedRows {
   const double* weights;  // from exact_weight(), packed
 };
 void weigh_rows(const WeightedRows& a);
+
+// Widens rows of A, with columns in the order of elimination, and sets the other rows of x to 0.
+template <typename S>
+GW_INLINE void widen_rows(const float* in, int64_t rows, int rank, const int32_t* order, bool in_order,
+                          double* x) {
+  if (in_order) {
+    for (int64_t at = 0; at < rows * rank; ++at) x[at] = in[at];
+  } else {
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int k = 0; k < rank; ++k) x[i * rank + k] = in[i * rank + order[k]];
+    }
+  }
+  std::fill(x + rows * rank, x + S::kRows * rank, 0.0);
+}
+
+// Narrows sums to rows of `out`; `order` holds the columns of the sums.
+template <typename S>
+GW_INLINE void narrow_sums(const typename S::Vec (&sums)[S::kRows][S::kVecs], int64_t rows, int columns,
+                           int rank, const int32_t* order, bool in_order, float* out) {
+  if (rows == S::kRows && in_order && (columns == S::kLanes || columns >= S::kColumns)) {
+#pragma GCC unroll 8
+    for (int i = 0; i < S::kRows; ++i) {
+#pragma GCC unroll 2
+      for (int v = 0; v < S::kVecs; ++v) {
+        const auto part = __builtin_convertvector(sums[i][v], typename S::Floats);
+        if (v * S::kLanes < columns) store(out + i * rank + order[0] + v * S::kLanes, part);
+      }
+    }
+    return;
+  }
+  columns = std::min(columns, S::kColumns);
+  double all[S::kRows * S::kColumns];
+  std::memcpy(all, sums, sizeof sums);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int c = 0; c < columns; ++c) {
+      out[i * rank + order[c]] = static_cast<float>(all[i * S::kColumns + c]);
+    }
+  }
+}
+
+template <typename S>
+GW_INLINE void weigh(const WeightedRows& a) {
+  alignas(64) double x[S::kRows * kMaxPowerSgdRank];
+  bool in_order = true;
+  for (int k = 0; k < a.rank; ++k) in_order = in_order && a.order[k] == k;
+  for (int64_t row = 0; row < a.rows; row += S::kRows) {
+    const int64_t rows = std::min<int64_t>(S::kRows, a.rows - row);
+    const float* const in = a.in + row * a.rank;
+    widen_rows<S>(in, rows, a.rank, a.order, in_order, x);
+    const double* panel = a.weights;
+    for (int column = 0; column < a.rank; column += S::kColumns) {
+      for (int i = 0; i < S::kRows * S::kColumns; i += kFloatsOfLine) {
+        __builtin_prefetch(in + S::kRows * (a.rank + column) + i);  // the next rows
+      }
+      // The second vector's columns have weights in more rows.
+      const int first = std::min(a.rank, column + S::kLanes), end = std::min(a.rank, column + S::kColumns);
+      const double* const weights = panel + column % kPanel;
+      typename S::Vec y[S::kRows][S::kVecs] = {};
+      add_products<S, 0, S::kVecs>(x, a.rank, 1, weights, first, y);
+      add_products<S, 1, S::kVecs>(x + first, a.rank, 1, weights + int64_t{first} * kPanel, end - first, y);
+      narrow_sums<S>(y, rows, end - column, a.rank, a.order + column, in_order, a.out + row * a.rank);
+      if ((column + S::kColumns) % kPanel == 0) panel += (column + S::kColumns) * int64_t{kPanel};
+    }
+  }
+}
 
 // Arguments for a product of tiles: C = sign * A B, or C += sign * A B with `add`. C must not overlap A.
 struct TileProduct {

@@ -6,9 +6,11 @@
 // replaced by a random column. The random column comes last in the next pass's elimination, so that it is
 // made orthogonal to the other columns and leaves them unchanged.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <vector>
 
+#include "kernels/powersgd/large_orthonormalize_simd.h"
 #include "kernels/powersgd/orthonormalize.h"
 #include "kernels/simd/vector.h"
 #include "runtime/threads/thread_pool.h"
@@ -17,6 +19,12 @@ namespace gradwire::host {
 namespace {
 
 constexpr int kMax = kMaxSmallRank;
+// The columns without re-seeds, in their order.
+constexpr auto kNatural = [] {
+  std::array<int32_t, kMax> columns{};
+  for (int k = 0; k < kMax; ++k) columns[static_cast<size_t>(k)] = k;
+  return columns;
+}();
 
 struct Workspace {
   double gram[kMax][kMax];  // lower triangle; then the Cholesky factor of the scaled, permuted Gram matrix
@@ -28,32 +36,40 @@ struct Workspace {
   bool dependent[kMax];
 };
 
-// Adds rows of A to the Gram matrix. Both loops over the rows of A are compiled for common ranks, whose sums
-// then stay in registers, and once for any rank (kRank == 0). The order of the terms is the same in all
-// versions.
+// Adds rows of A to the Gram matrix of one or two columns.
 template <int kRank>
-GW_INLINE void add_gram(const float* a, int64_t n, int rank, Workspace& w) {
-  const int r = kRank > 0 ? kRank : rank;
-  double local[kRank > 0 ? kRank : 1][kRank > 0 ? kRank : 1] = {};
+GW_INLINE void add_gram(const float* a, int64_t n, Workspace& w) {
+  double sums[kRank][kRank] = {};
   for (int64_t row = 0; row < n; ++row) {
-    double x[kRank > 0 ? kRank : kMax];
-    for (int k = 0; k < r; ++k) x[k] = a[row * r + k];
-    for (int i = 0; i < r; ++i) {
-      double* sums = kRank > 0 ? local[i] : w.gram[i];
-      for (int j = 0; j < r; ++j) sums[j] += x[i] * x[j];
+    double x[kRank];
+    for (int k = 0; k < kRank; ++k) x[k] = a[row * kRank + k];
+    for (int i = 0; i < kRank; ++i) {
+      for (int j = 0; j < kRank; ++j) sums[i][j] += x[i] * x[j];
     }
   }
-  for (int i = 0; i < kRank; ++i) std::copy(local[i], local[i] + kRank, w.gram[i]);
+  for (int i = 0; i < kRank; ++i) std::copy_n(sums[i], kRank, w.gram[i]);
 }
 
-// Computes G = A^T A, both triangles.
+// Computes G = A^T A, both triangles. The order of the terms is the same for all ranks.
 GW_SIMD void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
-  for (int i = 0; i < r; ++i) std::fill(w.gram[i], w.gram[i] + r, 0.0);
-  if (r == 1) return add_gram<1>(a, n, r, w);
-  if (r == 2) return add_gram<2>(a, n, r, w);
-  if (r == 4) return add_gram<4>(a, n, r, w);
-  if (r == 8) return add_gram<8>(a, n, r, w);
-  add_gram<0>(a, n, r, w);
+  if (r == 1) return add_gram<1>(a, n, w);
+  if (r == 2) return add_gram<2>(a, n, w);
+  alignas(64) double packed[kGramRows * kMax];
+  gram_block({.a = a,
+              .n = n,
+              .rank = r,
+              .left = kNatural.data(),
+              .right = kNatural.data(),
+              .left_count = r,
+              .right_count = r,
+              .diagonal = true,
+              .packed = packed,
+              .out = w.gram[0],
+              .stride = kMax,
+              .small = true});
+  for (int i = 0; i < r; ++i) {
+    for (int j = i + 1; j < r; ++j) w.gram[i][j] = w.gram[j][i];
+  }
 }
 
 // Computes out = in * weights, row by row; `out` may equal `in`.
@@ -70,12 +86,18 @@ GW_INLINE void multiply(const float* in, float* out, int64_t n, int rank, const 
   }
 }
 
+GW_DEFINE_WIDEST(void, weigh_in_order, weigh, NarrowSums, WideSums, (const WeightedRows& a), (a))
+
 GW_SIMD void apply_weights(const float* in, float* out, int64_t n, int r, const Workspace& w) {
   if (r == 1) return multiply<1>(in, out, n, r, w);
   if (r == 2) return multiply<2>(in, out, n, r, w);
+  if (r == 3) return multiply<3>(in, out, n, r, w);
   if (r == 4) return multiply<4>(in, out, n, r, w);
   if (r == 8) return multiply<8>(in, out, n, r, w);
-  multiply<0>(in, out, n, r, w);
+  if (!std::equal(w.order, w.order + r, kNatural.begin())) return multiply<0>(in, out, n, r, w);
+  alignas(64) double packed[packed_weights(kMax)];
+  pack_weights(w.weights[0], kMax, r, packed);
+  weigh_in_order({in, out, n, r, kNatural.data(), packed});
 }
 
 // Factors the scaled Gram matrix in the elimination order w.order, and fills w.weights and w.dependent.
@@ -113,6 +135,7 @@ double factor(int r, Workspace& w) {
   }
   for (int i = 0; i < r; ++i) {
     for (int j = 0; j < r; ++j) w.weights[w.order[j]][w.order[i]] = w.inverse[i][j] * w.scale[w.order[j]];
+    std::fill(w.weights[i] + r, w.weights[i] + (r + kPanel - 1) / kPanel * kPanel, 0.0);
   }
   return smallest;
 }

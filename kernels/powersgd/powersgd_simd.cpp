@@ -4,7 +4,7 @@
 // Q is transposed in pieces, (cols, rank) to (rank, columns of the piece), so that adjacent columns of a
 // matrix row have adjacent elements of Q. Pieces are padded to whole vectors with zeros; a row's last,
 // partial vector goes through a buffer. A product and its addition are rounded once where the processor has
-// an FMA.
+// an FMA. The functions are templates of the type of the sixteen lanes: F32x16, or WideF32x16 with AVX-512.
 #include "kernels/powersgd/powersgd_simd.h"
 
 #include <algorithm>
@@ -17,8 +17,7 @@ GW_ALLOW_FMA
 namespace gradwire::host {
 namespace {
 
-using Vec = F32x16;
-constexpr int kLanes = gradwire::kLanes<Vec>;
+constexpr int kLanes = gradwire::kLanes<F32x16>;
 
 // Size of a piece of a transposed factor, which stays in the second-level cache.
 constexpr int64_t kPieceFloats = 32 * 1024;
@@ -28,6 +27,7 @@ constexpr int kTileVecs = 2;  // vectors whose sums stay in registers
 constexpr int64_t kTileColumns = kTileVecs * kLanes;
 constexpr int64_t kPrefetchFloats = 512;
 
+template <typename Vec>
 GW_INLINE Vec clamp_finite(const Vec& x) {
   Vec v = blend(x > FLT_MAX, Vec{} + FLT_MAX, x);
   return blend(v < -FLT_MAX, Vec{} - FLT_MAX, v);
@@ -35,12 +35,14 @@ GW_INLINE Vec clamp_finite(const Vec& x) {
 
 // Returns M = grad + E and stores it into the residual. The residual gets E where the gradient is not finite,
 // and the clamped sum where only the sum is not finite.
+template <typename Vec>
 GW_INLINE Vec form_m(const Vec& grad, const Vec& e, float* residual, int64_t count) {
   const Vec sum = grad + e;
   store_some(residual, blend(finite_lanes(grad), clamp_finite(sum), e), count);
   return sum;
 }
 
+template <typename Vec>
 GW_INLINE Vec finite_or_zero(const Vec& x) {
   return blend(finite_lanes(x), x, Vec{});
 }
@@ -61,7 +63,7 @@ GW_INLINE void turn(const float* q, int rank, int64_t columns, int64_t stride, f
 }
 
 // Adds P Q^T to one tile of rows and columns.
-template <int kRows, int kVecs>
+template <typename Vec, int kRows, int kVecs>
 GW_INLINE void outer_tile(const float* p, int rank, const float* turned, int64_t stride,
                           Vec (&value)[kRows][kVecs]) {
   for (int k = 0; k < rank; ++k) {
@@ -80,7 +82,7 @@ struct Fresh : MatrixPart {
 };
 
 // Writes one tile of M to `m`, rows m_stride apart; columns from `count` on are 0.
-template <int kRows>
+template <typename Vec, int kRows>
 GW_INLINE void form_tile(const Fresh& a, int64_t row, int64_t column, int64_t count, float* m,
                          int64_t m_stride) {
   Vec e[kRows][kTileVecs] = {};
@@ -96,7 +98,7 @@ GW_INLINE void form_tile(const Fresh& a, int64_t row, int64_t column, int64_t co
       }
     }
     if (a.pending_p != nullptr) {
-      outer_tile<kRows, kTileVecs>(a.pending_p + row * a.rank, a.rank, a.pending + column, a.stride, e);
+      outer_tile(a.pending_p + row * a.rank, a.rank, a.pending + column, a.stride, e);
     }
   }
   for (int i = 0; i < kRows; ++i) {
@@ -114,23 +116,24 @@ GW_INLINE void form_tile(const Fresh& a, int64_t row, int64_t column, int64_t co
 }
 
 // Forms M for `rows` rows starting at `row` and `columns` columns starting at `column`.
+template <typename Vec>
 GW_INLINE void form_block(const Fresh& a, int64_t row, int64_t rows, int64_t column, int64_t columns,
                           float* m, int64_t m_stride) {
   int64_t i = 0;
   for (; i + kRowTile <= rows; i += kRowTile) {
     for (int64_t j = 0; j < columns; j += kTileColumns) {
-      form_tile<kRowTile>(a, row + i, column + j, columns - j, m + i * m_stride + j, m_stride);
+      form_tile<Vec, kRowTile>(a, row + i, column + j, columns - j, m + i * m_stride + j, m_stride);
     }
   }
   for (; i < rows; ++i) {
     for (int64_t j = 0; j < columns; j += kTileColumns) {
-      form_tile<1>(a, row + i, column + j, columns - j, m + i * m_stride + j, m_stride);
+      form_tile<Vec, 1>(a, row + i, column + j, columns - j, m + i * m_stride + j, m_stride);
     }
   }
 }
 
 // Adds the products of kRows rows of M, m_stride apart, with kRank transposed columns of Q to sums.
-template <int kRows, int kRank>
+template <typename Vec, int kRows, int kRank>
 GW_INLINE void project_tile(const float* m, int64_t m_stride, int64_t columns, const float* turned,
                             int64_t stride, float* sums, int64_t sums_stride) {
   Vec acc[kRows][kRank] = {};
@@ -157,7 +160,7 @@ GW_INLINE void project_tile(const float* m, int64_t m_stride, int64_t columns, c
 
 // Processes one whole row at a time, a single stream that continues in the next row: fastest where memory is
 // the limit.
-template <int kRank, bool kPending>
+template <typename Vec, int kRank, bool kPending>
 GW_INLINE void project_row(const Fresh& a, int64_t row, int64_t column, int64_t columns, const float* turned,
                            float* sums) {
   Vec acc[kRank] = {};
@@ -183,30 +186,32 @@ GW_INLINE void project_row(const Fresh& a, int64_t row, int64_t column, int64_t 
   for (int k = 0; k < kRank; ++k) sums[k] += sum_of(acc[k]);
 }
 
-template <int kRank>
+template <typename Vec, int kRank>
 GW_INLINE void project_rows_of_rank(const Fresh& a, int64_t row, int64_t rows, int64_t column,
                                     int64_t columns, const float* turned, float* sums) {
   for (int64_t i = 0; i < rows; ++i) {
     if (a.pending_p != nullptr) {
-      project_row<kRank, true>(a, row + i, column, columns, turned, sums + i * kRankTile);
+      project_row<Vec, kRank, true>(a, row + i, column, columns, turned,
+                                    sums + i * round_up(kRank, kRankTile));
     } else {
-      project_row<kRank, false>(a, row + i, column, columns, turned, sums + i * kRankTile);
+      project_row<Vec, kRank, false>(a, row + i, column, columns, turned,
+                                     sums + i * round_up(kRank, kRankTile));
     }
   }
 }
 
 // Processes several rows, which share the loads of Q: fastest where arithmetic is the limit.
-template <int kRows>
+template <typename Vec, int kRows>
 GW_INLINE void project_block(const Fresh& a, int64_t row, int64_t column, int64_t columns,
                              const float* turned, float* m, float* sums, int64_t sums_stride) {
   // The transposed factors begin at `column`.
   Fresh here = a;
   here.grad += column;
   if (a.residual != nullptr) here.residual += column;
-  form_block(here, row, kRows, 0, columns, m, a.stride);
+  form_block<Vec>(here, row, kRows, 0, columns, m, a.stride);
   for (int k = 0; k < a.rank; k += kRankTile) {
-    project_tile<kRows, kRankTile>(m, a.stride, columns, turned + k * a.stride, a.stride, sums + k,
-                                   sums_stride);
+    project_tile<Vec, kRows, kRankTile>(m, a.stride, columns, turned + k * a.stride, a.stride, sums + k,
+                                        sums_stride);
   }
 }
 
@@ -218,7 +223,10 @@ int64_t piece_columns(int rank, int64_t cols) {
   return std::min(most, round_up(cols, kStrip));
 }
 
-GW_SIMD void project_rows(const MatrixPart& a, const float* q, float* p) {
+namespace {
+
+template <typename Vec>
+GW_INLINE void project(const MatrixPart& a, const float* q, float* p) {
   alignas(64) float turned[kPieceFloats], pending[kPieceFloats];
   alignas(64) float m[kRowTile * kPieceFloats / 8];  // used where rank > kRankTile
   constexpr int64_t kMaxRows = 128;
@@ -234,19 +242,22 @@ GW_SIMD void project_rows(const MatrixPart& a, const float* q, float* p) {
       if (a.pending_p != nullptr) turn(a.pending_q + column * a.rank, a.rank, columns, stride, pending);
       const Fresh fresh{a, pending, stride};
       if (a.rank == 1) {
-        project_rows_of_rank<1>(fresh, first, rows, column, columns, turned, sums);
+        project_rows_of_rank<Vec, 1>(fresh, first, rows, column, columns, turned, sums);
       } else if (a.rank == 2) {
-        project_rows_of_rank<2>(fresh, first, rows, column, columns, turned, sums);
+        project_rows_of_rank<Vec, 2>(fresh, first, rows, column, columns, turned, sums);
       } else if (a.rank <= kRankTile) {
-        project_rows_of_rank<kRankTile>(fresh, first, rows, column, columns, turned, sums);
+        project_rows_of_rank<Vec, kRankTile>(fresh, first, rows, column, columns, turned, sums);
+      } else if (a.rank == 2 * kRankTile && std::is_same_v<Vec, WideF32x16>) {  // sums stay in registers
+        project_rows_of_rank<Vec, 2 * kRankTile>(fresh, first, rows, column, columns, turned, sums);
       } else {
         int64_t i = 0;
         for (; i + kRowTile <= rows; i += kRowTile) {
-          project_block<kRowTile>(fresh, first + i, column, columns, turned, m, sums + i * sums_stride,
-                                  sums_stride);
+          project_block<Vec, kRowTile>(fresh, first + i, column, columns, turned, m, sums + i * sums_stride,
+                                       sums_stride);
         }
         for (; i < rows; ++i) {
-          project_block<1>(fresh, first + i, column, columns, turned, m, sums + i * sums_stride, sums_stride);
+          project_block<Vec, 1>(fresh, first + i, column, columns, turned, m, sums + i * sums_stride,
+                                sums_stride);
         }
       }
     }
@@ -255,8 +266,6 @@ GW_SIMD void project_rows(const MatrixPart& a, const float* q, float* p) {
     }
   }
 }
-
-namespace {
 
 // Rows of M that are summed together: few rows, so that prefetched rows stay in the cache, but more rows
 // where loading and storing the sums takes longer.
@@ -267,7 +276,7 @@ constexpr int64_t block_rows(int rank) {
 constexpr int64_t kBlockColumns = 512;  // columns of M per block where M is formed
 
 // Adds rows of P^T M to sums[k][strip], for a strip of columns and kRank of P's columns.
-template <int kRank, bool kWhole>
+template <typename Vec, int kRank, bool kWhole>
 GW_INLINE void back_tile(const float* m, int64_t m_stride, int64_t columns, const float* p, int64_t p_stride,
                          int64_t rows, const float* ahead, float* sums, int64_t stride) {
   Vec acc[kRank][kTileVecs];
@@ -280,7 +289,7 @@ GW_INLINE void back_tile(const float* m, int64_t m_stride, int64_t columns, cons
       const float* from = m + i * m_stride + v * kLanes;
       x[v] = kWhole ? load<Vec>(from)
                     : load_some<Vec>(from, std::clamp<int64_t>(columns - v * kLanes, 0, kLanes));
-      if (ahead != nullptr) __builtin_prefetch(ahead + i * kTileColumns + v * kLanes, 0, 2);
+      if (ahead != nullptr) __builtin_prefetch(ahead + i * kTileColumns + v * kLanes);
     }
     for (int k = 0; k < kRank; ++k) {
       float weight = p[i * p_stride + k];
@@ -292,35 +301,35 @@ GW_INLINE void back_tile(const float* m, int64_t m_stride, int64_t columns, cons
   }
 }
 
-template <bool kWhole>
+template <typename Vec, bool kWhole>
 GW_INLINE void back_all_ranks(const float* m, int64_t m_stride, int64_t columns, const float* p, int rank,
                               int64_t rows, const float* ahead, float* sums, int64_t stride) {
   int k = 0;
   for (; k + kRankTile <= rank; k += kRankTile) {
-    back_tile<kRankTile, kWhole>(m, m_stride, columns, p + k, rank, rows, k == 0 ? ahead : nullptr,
-                                 sums + k * stride, stride);
+    back_tile<Vec, kRankTile, kWhole>(m, m_stride, columns, p + k, rank, rows, k == 0 ? ahead : nullptr,
+                                      sums + k * stride, stride);
   }
   for (; k < rank; ++k) {
-    back_tile<1, kWhole>(m, m_stride, columns, p + k, rank, rows, k == 0 ? ahead : nullptr, sums + k * stride,
-                         stride);
+    back_tile<Vec, 1, kWhole>(m, m_stride, columns, p + k, rank, rows, k == 0 ? ahead : nullptr,
+                              sums + k * stride, stride);
   }
 }
 
 // Adds the products of `rows` rows of M and of P to the sums.
+template <typename Vec>
 GW_INLINE void back_rows(const float* m, int64_t m_stride, int64_t columns, const float* p, int rank,
                          int64_t rows, const float* ahead, float* sums, int64_t stride) {
   for (int64_t j = 0; j < columns; j += kTileColumns, ahead += ahead != nullptr ? rows * kTileColumns : 0) {
     if (j + kTileColumns <= columns) {
-      back_all_ranks<true>(m + j, m_stride, kTileColumns, p, rank, rows, ahead, sums + j, stride);
+      back_all_ranks<Vec, true>(m + j, m_stride, kTileColumns, p, rank, rows, ahead, sums + j, stride);
     } else {
-      back_all_ranks<false>(m + j, m_stride, columns - j, p, rank, rows, ahead, sums + j, stride);
+      back_all_ranks<Vec, false>(m + j, m_stride, columns - j, p, rank, rows, ahead, sums + j, stride);
     }
   }
 }
 
-}  // namespace
-
-GW_SIMD void back_project_piece(const MatrixPart& a, const float* p, float* sums, int64_t stride) {
+template <typename Vec>
+GW_INLINE void back_project(const MatrixPart& a, const float* p, float* sums, int64_t stride) {
   alignas(64) float pending[kPieceFloats];
   alignas(64) float block[kMaxBlockRows * kBlockColumns];  // a block of M
   std::fill(sums, sums + a.rank * stride, 0.0f);
@@ -334,23 +343,25 @@ GW_SIMD void back_project_piece(const MatrixPart& a, const float* p, float* sums
       const float* m = a.grad + row * a.cols;
       // Prefetches the next rows in memory order, independent of the order of the tiles.
       const float* ahead = a.columns == a.cols ? m + rows * a.cols : nullptr;
-      back_rows(m, a.cols, a.columns, weights, a.rank, rows, ahead, sums, stride);
+      back_rows<Vec>(m, a.cols, a.columns, weights, a.rank, rows, ahead, sums, stride);
       continue;
     }
     for (int64_t column = 0; column < a.columns; column += kBlockColumns) {
       const int64_t columns = std::min(kBlockColumns, a.columns - column);
-      form_block(fresh, row, rows, column, columns, block, kBlockColumns);
-      back_rows(block, kBlockColumns, columns, weights, a.rank, rows, nullptr, sums + column, stride);
+      form_block<Vec>(fresh, row, rows, column, columns, block, kBlockColumns);
+      back_rows<Vec>(block, kBlockColumns, columns, weights, a.rank, rows, nullptr, sums + column, stride);
     }
   }
 }
+
+}  // namespace
 
 GW_SIMD void add_pieces(float* sums, int64_t pieces, int64_t columns, int64_t stride, int rank, float* q) {
   const int64_t size = rank * stride;
   for (int64_t piece = 1; piece < pieces; ++piece) {
     for (int64_t i = 0; i < size; i += kLanes) {
-      Vec sum = load<Vec>(sums + i);
-      sum += load<Vec>(sums + piece * size + i);
+      F32x16 sum = load<F32x16>(sums + i);
+      sum += load<F32x16>(sums + piece * size + i);
       store(sums + i, sum);
     }
   }
@@ -361,7 +372,7 @@ GW_SIMD void add_pieces(float* sums, int64_t pieces, int64_t columns, int64_t st
 
 namespace {
 
-template <int kRows, int kVecs>
+template <typename Vec, int kRows, int kVecs>
 GW_INLINE void reconstruct_tile(const ReconstructRows& a, int64_t row0, int64_t column, int64_t count,
                                 const float* turned, int64_t stride) {
   Vec value[kRows][kVecs] = {};
@@ -372,7 +383,7 @@ GW_INLINE void reconstruct_tile(const ReconstructRows& a, int64_t row0, int64_t 
       value[i][v] = load_some<Vec>(at + i * a.cols + v * kLanes, kVecs > 1 ? kLanes : count);
     }
   }
-  outer_tile<kRows, kVecs>(a.p + row0 * a.rank, a.rank, turned, stride, value);
+  outer_tile(a.p + row0 * a.rank, a.rank, turned, stride, value);
   for (int i = 0; i < kRows; ++i) {
     for (int v = 0; v < kVecs; ++v) {
       float* to = at + i * a.cols + v * kLanes;
@@ -396,26 +407,25 @@ GW_INLINE int64_t floats_to_line(const float* at) {
   return static_cast<int64_t>((64 - reinterpret_cast<uintptr_t>(at) % 64) % 64 / sizeof(float));
 }
 
-template <int kRows>
+template <typename Vec, int kRows>
 GW_INLINE void reconstruct_piece(const ReconstructRows& a, int64_t row0, int64_t column0, int64_t columns,
                                  const float* turned, int64_t stride) {
   int64_t j = 0;
   if (a.mode == Reconstruct::stream) {
     j = std::min(columns, floats_to_line(a.out + row0 * a.cols + column0));
-    if (j > 0) reconstruct_tile<kRows, 1>(a, row0, column0, j, turned, stride);
+    if (j > 0) reconstruct_tile<Vec, kRows, 1>(a, row0, column0, j, turned, stride);
   }
   for (; j + kTileColumns <= columns; j += kTileColumns) {
-    reconstruct_tile<kRows, kTileVecs>(a, row0, column0 + j, kTileColumns, turned + j, stride);
+    reconstruct_tile<Vec, kRows, kTileVecs>(a, row0, column0 + j, kTileColumns, turned + j, stride);
   }
   for (; j < columns; j += kLanes) {
-    reconstruct_tile<kRows, 1>(a, row0, column0 + j, std::min<int64_t>(kLanes, columns - j), turned + j,
-                               stride);
+    reconstruct_tile<Vec, kRows, 1>(a, row0, column0 + j, std::min<int64_t>(kLanes, columns - j), turned + j,
+                                    stride);
   }
 }
 
-}  // namespace
-
-GW_SIMD void reconstruct_rows(const ReconstructRows& a) {
+template <typename Vec>
+GW_INLINE void reconstruct(const ReconstructRows& a) {
   alignas(64) float turned[kPieceFloats + kLanes];  // the last vector may begin between two vectors
   int64_t piece = piece_columns(a.rank, a.cols);
   // Rows whose cache lines begin in different columns are written one at a time, unless the slower sums cost
@@ -426,11 +436,19 @@ GW_SIMD void reconstruct_rows(const ReconstructRows& a) {
     turn(a.q + column0 * a.rank, a.rank, columns, stride, turned);
     int64_t i = 0;
     for (; together && i + kRowTile <= a.rows; i += kRowTile) {
-      reconstruct_piece<kRowTile>(a, i, column0, columns, turned, stride);
+      reconstruct_piece<Vec, kRowTile>(a, i, column0, columns, turned, stride);
     }
-    for (; i < a.rows; ++i) reconstruct_piece<1>(a, i, column0, columns, turned, stride);
+    for (; i < a.rows; ++i) reconstruct_piece<Vec, 1>(a, i, column0, columns, turned, stride);
   }
   if (a.mode == Reconstruct::stream) stream_fence();
 }
+
+}  // namespace
+
+GW_DEFINE_WIDEST(void, project_rows, project, F32x16, WideF32x16,
+                 (const MatrixPart& a, const float* q, float* p), (a, q, p))
+GW_DEFINE_WIDEST(void, back_project_piece, back_project, F32x16, WideF32x16,
+                 (const MatrixPart& a, const float* p, float* sums, int64_t stride), (a, p, sums, stride))
+GW_DEFINE_WIDEST(void, reconstruct_rows, reconstruct, F32x16, WideF32x16, (const ReconstructRows& a), (a))
 
 }  // namespace gradwire::host

@@ -39,6 +39,25 @@
 
 #define GW_INLINE __attribute__((always_inline)) inline
 
+#ifdef __x86_64__
+#define GW_SIMD_AVX512 __attribute__((noinline, target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
+#else
+#define GW_SIMD_AVX512
+#endif
+
+// Defines NAME as BODY<WIDE> with AVX-512, and as BODY<NARROW> without it. WIDE is a 64-byte vector, or has
+// such vectors: without AVX-512, GCC 12 splits operations on them into scalar operations.
+#define GW_DEFINE_WIDEST(RESULT, NAME, BODY, NARROW, WIDE, PARAMETERS, ARGUMENTS) \
+  GW_SIMD static RESULT NAME##_narrow PARAMETERS {                                \
+    return BODY<NARROW> ARGUMENTS;                                                \
+  }                                                                               \
+  GW_SIMD_AVX512 static RESULT NAME##_wide PARAMETERS {                           \
+    return BODY<WIDE> ARGUMENTS;                                                  \
+  }                                                                               \
+  RESULT NAME PARAMETERS {                                                        \
+    return has_avx512() ? NAME##_wide ARGUMENTS : NAME##_narrow ARGUMENTS;        \
+  }
+
 #if defined(__clang__)
 #define GW_ALLOW_FMA _Pragma("STDC FP_CONTRACT ON")
 #else
@@ -46,6 +65,16 @@
 #endif
 
 namespace gradwire::host {
+
+// Returns whether the processor runs GW_SIMD_AVX512's functions.
+inline bool has_avx512() {
+#ifdef __x86_64__
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#else
+  return false;
+#endif
+}
 
 // Results of at least this many bytes would only evict other data from the caches. They are written past the
 // caches, which also saves reading each line first.
@@ -89,6 +118,7 @@ struct Pair {
   V low, high;
 };
 using F32x16 = Pair<F32x8>;
+using WideF32x16 = float __attribute__((vector_size(64)));  // for GW_DEFINE_WIDEST
 using I32x16 = Pair<I32x8>;
 using U32x16 = Pair<U32x8>;
 using U16x16 = Pair<U16x8>;
@@ -140,6 +170,11 @@ struct Lanes<F32x16> {
   using U32 = U32x16;
   using U16 = U16x16;
   static constexpr I32 kIndex = {{0, 1, 2, 3, 4, 5, 6, 7}, {8, 9, 10, 11, 12, 13, 14, 15}};
+};
+template <>
+struct Lanes<WideF32x16> {
+  using I32 = int32_t __attribute__((vector_size(64)));
+  using U32 = uint32_t __attribute__((vector_size(64)));
 };
 template <typename V>
 inline constexpr int kLanes = sizeof(V) / sizeof(float);
@@ -245,6 +280,9 @@ GW_INLINE float sum_of(F32x8 v) {
 GW_INLINE float sum_of(const F32x16& v) {
   return sum_of(v.low + v.high);
 }
+GW_INLINE float sum_of(const WideF32x16& v) {
+  return sum_of(std::bit_cast<F32x16>(v));
+}
 template <typename V>
 GW_INLINE auto largest_of(V v) {
   v = larger(v, __builtin_shuffle(v, I32x8{4, 5, 6, 7, 0, 1, 2, 3}));
@@ -268,9 +306,13 @@ GW_INLINE F32x8 add_halves(const F32x8& a, const F32x8& b) {
       a, b, [](const F32x8& x, const F32x8& y) __attribute__((always_inline)) { return x + y; });
 }
 // Returns sum_of() for each of sixteen vectors, with the same bits and in a tenth of the time.
-GW_INLINE F32x16 sums_of(const F32x16 (&v)[16]) {
+template <typename V>
+GW_INLINE F32x16 sums_of(const V (&v)[16]) {
   F32x8 eight[16], four[8], two[4];
-  for (int i = 0; i < 16; ++i) eight[i] = v[i].low + v[i].high;
+  for (int i = 0; i < 16; ++i) {
+    const auto pair = std::bit_cast<F32x16>(v[i]);
+    eight[i] = pair.low + pair.high;
+  }
   for (int i = 0; i < 8; ++i) four[i] = add_halves<4>(eight[2 * i], eight[2 * i + 1]);
   for (int i = 0; i < 4; ++i) two[i] = add_halves<2>(four[2 * i], four[2 * i + 1]);
   return {add_halves<1>(two[0], two[1]), add_halves<1>(two[2], two[3])};
