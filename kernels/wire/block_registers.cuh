@@ -130,13 +130,14 @@ struct RegisterWorker {
     __syncthreads();  // all threads have read the earlier bytes
     if (j < n) {
       const int thread = static_cast<int>(threadIdx.x) % kCopiers;
-      const auto* const from = static_cast<const uint8_t*>(input(j)) + offset;
-      uint8_t* const to = staged + j * room_bytes(shape);
+      const auto* const from = held(static_cast<const uint8_t*>(input(j)) + offset + 16 * thread);
+      uint8_t* const to = held_shared(staged + j * room_bytes(shape) + 16 * thread);
 #pragma unroll
       for (int at = 0; at < kTileBytes; at += 16 * kCopiers) {
-        if (at + 16 * thread < whole) copy_16(to + at + 16 * thread, from + at + 16 * thread);
+        if (at + 16 * thread < whole) copy_16(to + at, from + at);
       }
-      if (whole != tile_bytes && whole + thread < tile_bytes) to[whole + thread] = from[whole + thread];
+      const int last = whole - 15 * thread;
+      if (whole + thread < tile_bytes) to[last] = from[last];
     }
     wait_for_copies();
     __syncthreads();
