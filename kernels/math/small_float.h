@@ -46,16 +46,6 @@ GW_HD float bits_float(uint32_t u) {
   return x;
 }
 
-// Returns byte k of a word less an integer, as a float. Makes the byte the last bits of a float whose unit
-// is 1.
-GW_HD float byte_less(uint32_t word, uint32_t k, int32_t less) {
-#ifdef __CUDA_ARCH__
-  return bits_float(__byte_perm(word, 0x4b000000u, 0x7540u + k)) - static_cast<float>(8388608 + less);
-#else
-  return static_cast<float>(static_cast<int32_t>(word >> (8 * k) & 0xffu) - less);
-#endif
-}
-
 GW_HD bool is_finite(float x) {
   return (float_bits(x) & 0x7f800000u) != 0x7f800000u;
 }
@@ -190,12 +180,12 @@ GW_HD float e4m3_to_float(uint32_t code) {
 // Decodes four codes.
 GW_HD void e4m3x4_to_floats(uint32_t word, float* x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  for (int k = 0; k < 4; k += 2) {
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(word >> (8 * k))));
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x[k]) : "h"(static_cast<uint16_t>(halves)));
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x[k + 1]) : "h"(static_cast<uint16_t>(halves >> 16)));
-  }
+  asm("{.reg .b16 low, high, a, b, c, d; .reg .b32 ab, cd; mov.b32 {low, high}, %4;"
+      "cvt.rn.f16x2.e4m3x2 ab, low; cvt.rn.f16x2.e4m3x2 cd, high;"  // without shifts
+      "mov.b32 {a, b}, ab; mov.b32 {c, d}, cd;"
+      "cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; cvt.f32.f16 %2, c; cvt.f32.f16 %3, d;}"
+      : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+      : "r"(word));
 #else
   for (int k = 0; k < 4; ++k) x[k] = e4m3_to_float(word >> (8 * k) & 0xffu);
 #endif

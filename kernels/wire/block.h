@@ -249,7 +249,10 @@ struct BlockCoder {
     } else {
       format.decode(lanes, from, rotates() ? n : count, values);
     }
-    if (rotates()) rotate_block_back(lanes, values, n, count);
+    if constexpr (F::kRotation == Rotation::always ||
+                  (F::kRotation == Rotation::optional && !kNeverOptional)) {
+      if (rotates()) rotate_block_back(lanes, values, n, count);
+    }
   }
 
  private:

@@ -54,11 +54,11 @@ __device__ __forceinline__ uint8_t* held_shared(uint8_t* p) {
   return p;
 }
 
-// A tile of two blocks per team, or one if blocks are long: a multiple of 16 bytes. In dynamic shared memory:
+// A tile of a block per team: a multiple of 16 bytes. In dynamic shared memory:
 // float terms[teams][block]; the bytes of the result; the bytes of kStaged inputs.
 template <typename F>
 struct RegisterWorker {
-  static constexpr int kBlock = register_block<F>(), kBlocks = kBlock > 256 ? 1 : 2;
+  static constexpr int kBlock = register_block<F>();
   using Lanes = RegisterLanes<kBlock>;
   static constexpr int kTeams = Lanes::kTeams, kHeld = Lanes::kHeld;
   // Blocks per multiprocessor for which the kernels' registers suffice; sm_80 needs a few more registers.
@@ -67,17 +67,16 @@ struct RegisterWorker {
 #else
   static constexpr int kMost = 4;
 #endif
-  static constexpr int kMinBlocks = F::kRotation == Rotation::always || kHeld > 4 ? 2 : kMost;
-  // Inputs in shared memory at a time, and 16-byte pieces of an input that a thread copies: at most.
-  static constexpr int kStaged = 4,
-                       kPieces = (kBlocks * kTeams * (kBlock + 4) - 1) / (16 * kBlockThreads) + 1;
+  static constexpr int kMinBlocks = kHeld > 8 ? 2 : kMost;
+  static constexpr int kStaged = kHeld > 8 ? 4 : 8;         // inputs in shared memory at a time, at most
+  static constexpr int kTileBytes = kTeams * (kBlock + 4);  // at most
   TileShape shape;
   int64_t count;  // values of the whole call
   bool wide;      // floats are 16-byte aligned
   BlockCoder<F, true> coder;
   Lanes lanes;
   uint8_t *coded, *staged;              // the result's bytes of the tile, and those of inputs
-  const uint8_t* mine;                  // the first input's bytes of the team's first block
+  const uint8_t* mine;                  // the first input's bytes of the team's block
   int skew;                             // of `mine`, from a 4-byte boundary
   int64_t first_block = 0, offset = 0;  // the tile's first block, and where it begins on the wire
   int blocks = 0, tile_bytes = 0;       // number of blocks in the tile, and of their bytes
@@ -85,7 +84,7 @@ struct RegisterWorker {
 
   template <typename Coder>
   __host__ __device__ static TileShape shape_of(const Coder& coder) {
-    return {.blocks = kBlocks * kTeams, .block = kBlock, .bytes = coder.bytes(), .teams = kTeams};
+    return {.blocks = kTeams, .block = kBlock, .bytes = coder.bytes(), .teams = kTeams};
   }
   __host__ __device__ static int terms_bytes() {
     return kTeams * kBlock * 4;
@@ -122,21 +121,23 @@ struct RegisterWorker {
     offset = held(first * shape.bytes);
     tile_bytes = held(blocks * shape.bytes);
   }
-  // Copies the tile's bytes of inputs [0, n) to `staged`; called by all threads of the block.
-  template <typename Input>
+  // Copies the tile's bytes of inputs [0, n), n <= kInputs, to `staged`, an input by each part of the
+  // threads; called by all threads of the block.
+  template <int kInputs, typename Input>
   __device__ __forceinline__ void stage(int n, const Input& input) const {
-    const int thread = static_cast<int>(threadIdx.x), whole = tile_bytes & ~15;
+    constexpr int kCopiers = kBlockThreads / kInputs;
+    const int j = static_cast<int>(threadIdx.x) / kCopiers, whole = tile_bytes & ~15;
     __syncthreads();  // all threads have read the earlier bytes
-    uint8_t* to = staged;
-#pragma unroll 1
-    for (int j = 0; j < n; ++j, to += room_bytes(shape)) {
-      const auto* const from = static_cast<const uint8_t*>(input(j)) + offset;
+    if (j < n) {
+      const int thread = static_cast<int>(threadIdx.x) % kCopiers;
+      const auto* const from = held(static_cast<const uint8_t*>(input(j)) + offset + 16 * thread);
+      uint8_t* const to = held_shared(staged + j * room_bytes(shape) + 16 * thread);
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        const int at = 16 * (thread + i * kBlockThreads);
-        if (at < whole) copy_16(to + at, from + at);
+      for (int at = 0; at < kTileBytes; at += 16 * kCopiers) {
+        if (at + 16 * thread < whole) copy_16(to + at, from + at);
       }
-      if (whole != tile_bytes && whole + thread < tile_bytes) to[whole + thread] = from[whole + thread];
+      const int last = whole - 15 * thread;
+      if (whole + thread < tile_bytes) to[last] = from[last];
     }
     wait_for_copies();
     __syncthreads();
@@ -146,58 +147,50 @@ struct RegisterWorker {
     uint8_t* const to = static_cast<uint8_t*>(wire) + offset;
     __syncthreads();  // all threads have written the bytes
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int at = 16 * (thread + i * kBlockThreads);
+    for (int i = 0; i < kTileBytes; i += 16 * kBlockThreads) {
+      const int at = i + 16 * thread;
       if (at < whole) *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(coded + at);
     }
     if (whole != tile_bytes && whole + thread < tile_bytes) to[whole + thread] = coded[whole + thread];
     __syncthreads();
   }
 
-  // Calls body(b, block) for the team's blocks of the tile.
-  template <typename Body>
-  __device__ __forceinline__ void each_block(const Body& body) const {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const int block = lanes.team + b * kTeams;
-      if (fast || block < blocks) body(b, block);
-    }
+  // Returns whether the team has a block in the tile.
+  __device__ __forceinline__ bool has_block() const {
+    return fast || lanes.team < blocks;
   }
-  __device__ __forceinline__ int64_t begin_of(int block) const {
-    return (first_block + block) * kBlock;
+  // Returns the number of the block's first value.
+  __device__ __forceinline__ int64_t first_value() const {
+    return (first_block + lanes.team) * kBlock;
   }
-  // Returns the number of values of a block before the end of the array.
-  __device__ __forceinline__ int valid_of(int block) const {
-    const int64_t left = count - begin_of(block);
+  // Returns the number of values of the block before the end of the array.
+  __device__ __forceinline__ int valid() const {
+    const int64_t left = count - first_value();
     return fast || left > kBlock ? kBlock : static_cast<int>(left);
   }
-  // Loads the lane's values of the tile; 0 after the end of the array. Partial or unaligned tiles pass
+  // Loads the lane's values of the block; 0 after the end of the array. Partial or unaligned tiles pass
   // through shared memory: single accesses to registers would double the code.
-  __device__ __forceinline__ void load_tile(const float* from, float (&x)[kBlocks][kHeld]) const {
+  __device__ __forceinline__ void load_block(const float* from, float (&x)[kHeld]) const {
+    const float* const mine = from + first_value();
     if (fast) {
-      const float* const mine = from + begin_of(lanes.team) + lanes.first();
 #pragma unroll
-      for (int k = 0; k < kBlocks * kHeld; k += 4) {
+      for (int row = 0; row < Lanes::kRows; ++row) {
         float four[4];
-        load<4>(mine + k / kHeld * kTeams * kBlock + k % kHeld / 4 * Lanes::kRow, four);
+        load<4>(mine + lanes.slot(4 * row), four);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) x[k / kHeld][k % kHeld + j] = four[j];
+        for (int j = 0; j < 4; ++j) x[4 * row + j] = four[j];
       }
-      return;
-    }
-    each_block([&](int b, int block) {
-      const int valid = valid_of(block);
-      const float* const mine = from + begin_of(block);
+    } else if (has_block()) {
       lanes.sync();
 #pragma unroll 1
-      for (int i = lanes.lane; i < kBlock; i += Lanes::kGroup) lanes.terms[i] = i < valid ? mine[i] : 0.0f;
+      for (int i = lanes.lane; i < kBlock; i += Lanes::kGroup) lanes.terms[i] = i < valid() ? mine[i] : 0.0f;
       lanes.sync();
-      lanes.each(0, [&](Slot i) { x[b][i.k] = lanes.terms[i.i]; });
-    });
+      lanes.each(0, [&](Slot i) { x[i.k] = lanes.terms[i.i]; });
+    }
   }
-  // Stores the lane's values of a block.
-  __device__ __forceinline__ void store_block(float* to, int block, const float* x) const {
-    float* const mine = to + begin_of(block);
+  // Stores the lane's values of the block.
+  __device__ __forceinline__ void store_block(float* to, const float* x) const {
+    float* const mine = to + first_value();
     if (fast) {
 #pragma unroll
       for (int k = 0; k < kHeld; k += 4) {
@@ -206,64 +199,61 @@ struct RegisterWorker {
       }
       return;
     }
-    const int valid = valid_of(block);
     lanes.sync();
     lanes.each(0, [&](Slot i) { lanes.terms[i.i] = x[i.k]; });
     lanes.sync();
 #pragma unroll 1
-    for (int i = lanes.lane; i < valid; i += Lanes::kGroup) mine[i] = lanes.terms[i];
+    for (int i = lanes.lane; i < valid(); i += Lanes::kGroup) mine[i] = lanes.terms[i];
   }
-  // Calls body(b, block, values) for the team's blocks of a staged input, of which the first is at `from`.
-  template <typename Body>
-  __device__ __forceinline__ void each_decoded(const uint8_t* from, const Body& body) const {
-    static_assert(kTeams % 4 == 0);  // so that all blocks have one skew
+  // Decodes the team's block of a staged input, which is at `from`.
+  template <typename Values>
+  __device__ __forceinline__ void decode(const uint8_t* from, Values values) const {
     const RegisterLanes<kBlock, true> reading{lanes.lane, lanes.team, lanes.terms, skew, lanes.signs};
-    each_block([&](int b, int block) {
+    coder.decode(reading, from, kBlock, values);
+  }
+  // Adds the same, times `scale`, to `sums`.
+  __device__ __forceinline__ void add_decoded(const uint8_t* from, float scale, float* sums) const {
+    if constexpr (F::kRotation == Rotation::always) {  // rotates values in place
       float x[kHeld];
-      coder.decode(reading, from + b * kTeams * shape.bytes, kBlock, HeldValues{x});
-      body(b, block, x);
-    });
+      decode(from, HeldValues{x});
+      lanes.each(0, [&](Slot i) { AddedValues{sums, scale}[i] = x[i.k]; });
+    } else {
+      decode(from, AddedValues{sums, scale});
+    }
   }
 };
 
-// Adds own + residual to the sums of the tile.
+// Adds own + residual to the sums of the block.
 template <typename F>
-__device__ __forceinline__ void add_own_held(
-    const RegisterWorker<F>& w, const ReduceEncode& a,
-    float (&sums)[RegisterWorker<F>::kBlocks][RegisterWorker<F>::kHeld]) {
-  constexpr int kBlocks = RegisterWorker<F>::kBlocks, kHeld = RegisterWorker<F>::kHeld;
-  float own[kBlocks][kHeld] = {}, kept[kBlocks][kHeld] = {};
-  w.load_tile(a.own, own);
+__device__ __forceinline__ void add_own_held(const RegisterWorker<F>& w, const ReduceEncode& a,
+                                             float (&sums)[RegisterWorker<F>::kHeld]) {
+  constexpr int kHeld = RegisterWorker<F>::kHeld;
+  float own[kHeld] = {}, kept[kHeld] = {};
+  w.load_block(a.own, own);
   if (a.residual != nullptr) {
-    w.load_tile(a.residual, kept);
+    w.load_block(a.residual, kept);
 #pragma unroll
-    for (int k = 0; k < kBlocks * kHeld; ++k) {
-      float& x = own[k / kHeld][k % kHeld];
-      x = fmaf(a.residual_scale, kept[k / kHeld][k % kHeld], x);
-    }
+    for (int k = 0; k < kHeld; ++k) own[k] = fmaf(a.residual_scale, kept[k], own[k]);
   }
 #pragma unroll
-  for (int k = 0; k < kBlocks * kHeld; ++k) {
-    float& sum = sums[k / kHeld][k % kHeld];
-    sum = fmaf(a.own_scale, own[k / kHeld][k % kHeld], sum);
-  }
+  for (int k = 0; k < kHeld; ++k) sums[k] = fmaf(a.own_scale, own[k], sums[k]);
 }
 
 // Writes the residual and the result of a block whose encoding decodes to `sent`.
 template <typename F>
-__device__ __forceinline__ void finish_held(const RegisterWorker<F>& w, const ReduceEncode& a, int block,
+__device__ __forceinline__ void finish_held(const RegisterWorker<F>& w, const ReduceEncode& a,
                                             const float* sums, float* sent) {
   constexpr int kHeld = RegisterWorker<F>::kHeld;
   constexpr bool kFar = F::kMasks || F::kRotation == Rotation::always;
   if (a.residual != nullptr) {
     float left[kHeld] = {};
     if (a.wire != nullptr) to_residuals<kHeld>(sums, sent, residual_unit(a), kFar, left);
-    w.store_block(a.residual, block, left);
+    w.store_block(a.residual, left);
   }
   if (a.out != nullptr) {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) sent[k] *= a.out_scale;
-    w.store_block(a.out, block, sent);
+    w.store_block(a.out, sent);
   }
 }
 
@@ -279,14 +269,14 @@ __device__ __forceinline__ HeldRandom random_of(const RoundingBits& draws, uint6
   return random;
 }
 
-// Encodes a block of the tile, and stores what it decodes to in `sent`.
+// Encodes the team's block, and stores what it decodes to in `sent`.
 template <typename F>
 __device__ __forceinline__ void encode_held(const RegisterWorker<F>& w, const ReduceEncode& a,
-                                            const RoundingBits& draws, int block, float* sums, float* sent) {
+                                            const RoundingBits& draws, float* sums, float* sent) {
   constexpr int kHeld = RegisterWorker<F>::kHeld;
-  uint8_t* const to = w.coded + block * w.shape.bytes;
-  const int valid = w.valid_of(block);
-  const int64_t first = a.rounding.first_element + w.begin_of(block);
+  uint8_t* const to = w.coded + w.lanes.team * w.shape.bytes;
+  const int valid = w.valid();
+  const int64_t first = a.rounding.first_element + w.first_value();
   const HeldRandom random = random_of<RegisterWorker<F>::kBlock>(
       draws, static_cast<uint64_t>(first), F::kStochastic && a.rounding.mode == Rounding::stochastic);
   const HeldValues sent_values{sent};
@@ -306,69 +296,69 @@ __device__ __forceinline__ void encode_held(const RegisterWorker<F>& w, const Re
 // Encodes all tiles of this thread block.
 template <typename F>
 __device__ __forceinline__ void reduce_encode_registers(RegisterWorker<F>& w, const ReduceEncode& a) {
-  constexpr int kBlocks = RegisterWorker<F>::kBlocks, kHeld = RegisterWorker<F>::kHeld;
+  constexpr int kHeld = RegisterWorker<F>::kHeld, kStaged = RegisterWorker<F>::kStaged;
+  constexpr int kUnroll = kHeld > 8 ? 1 : 2;  // more takes too many registers
   const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
   const RoundingBits draws(a.rounding.seed, step_of(a.rounding),
                            static_cast<uint64_t>(a.rounding.first_element));
   for (int64_t tile = int64_t{blockIdx.x} * w.shape.blocks; tile < all; tile += stride) {
     w.begin(tile, all);
-    float sums[kBlocks][kHeld];  // -0 is the additive identity, also for -0
+    float sums[kHeld];  // -0 is the additive identity, also for -0
 #pragma unroll
-    for (int k = 0; k < kBlocks * kHeld; ++k) sums[k / kHeld][k % kHeld] = -0.0f;
+    for (int k = 0; k < kHeld; ++k) sums[k] = -0.0f;
     const uint8_t* from = w.mine;
 #pragma unroll 1
-    for (int input = 0, left = 0;; ++input, --left, from += w.room_bytes(w.shape)) {
+    for (int input = 0, staged = 0;;) {
       if (input == a.own_position) add_own_held(w, a, sums);
       if (input >= a.num_inputs) break;
-      if (left == 0) {
-        left = a.num_inputs - input < w.kStaged ? a.num_inputs - input : w.kStaged;
-        w.stage(left, [&](int j) { return a.inputs[input + j]; });
+      if (input == staged) {
+        w.template stage<kStaged>(a.num_inputs - input, [&](int j) { return a.inputs[input + j]; });
+        staged = a.num_inputs - input < kStaged ? a.num_inputs : input + kStaged;
         from = w.mine;
       }
-      const float scale = a.input_scale(input);
-      w.each_decoded(from, [&](int b, int, const float* x) {
-#pragma unroll
-        for (int k = 0; k < kHeld; ++k) sums[b][k] = fmaf(scale, x[k], sums[b][k]);
-      });
+      const int end = input < a.own_position && a.own_position < staged ? a.own_position : staged;
+      if (!w.has_block()) input = end;
+#pragma unroll kUnroll
+      for (; input < end; ++input, from += w.room_bytes(w.shape))
+        w.add_decoded(from, a.input_scale(input), sums);
     }
-    w.each_block([&](int b, int block) {
+    if (w.has_block()) {
       float sent[kHeld];
-      const int valid = w.valid_of(block);
       if (!w.fast) {  // encode sees 0 after the end of the array
-        w.lanes.each(0, [&](Slot i) { sums[b][i.k] = i.i < valid ? sums[b][i.k] : 0.0f; });
+        w.lanes.each(0, [&](Slot i) { sums[i.k] = i.i < w.valid() ? sums[i.k] : 0.0f; });
       }
       if (a.wire != nullptr) {
-        encode_held(w, a, draws, block, sums[b], sent);
+        encode_held(w, a, draws, sums, sent);
       } else {
 #pragma unroll
-        for (int k = 0; k < kHeld; ++k) sent[k] = sums[b][k];
+        for (int k = 0; k < kHeld; ++k) sent[k] = sums[k];
       }
-      finish_held(w, a, block, sums[b], sent);
-    });
+      finish_held(w, a, sums, sent);
+    }
     if (a.wire != nullptr) w.put(a.wire);
   }
 }
 
 template <typename F>
 __device__ __forceinline__ void decode_registers(RegisterWorker<F>& w, const Decode& a) {
+  constexpr int kHeld = RegisterWorker<F>::kHeld;
   const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
   for (int64_t tile = int64_t{blockIdx.x} * w.shape.blocks; tile < all; tile += stride) {
     w.begin(tile, all);
-    w.stage(1, [&](int) { return a.wire; });
-    w.each_decoded(w.mine, [&](int, int block, float* x) {
-      constexpr int kHeld = RegisterWorker<F>::kHeld;
-      float none = 0.0f;
+    w.template stage<1>(1, [&](int) { return a.wire; });
+    if (!w.has_block()) continue;
+    float x[kHeld], none = 0.0f;
+    w.decode(w.mine, HeldValues{x});
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) none = fmaf(x[k], 0.0f, none);
-      if (none != 0.0f && a.residual != nullptr) {  // rare
-        w.lanes.each(0, [&](Slot i) {
-          if (!is_finite(x[i.k]) && i.i < w.valid_of(block)) a.residual[w.begin_of(block) + i.i] = 0.0f;
-        });
-      }
+    for (int k = 0; k < kHeld; ++k) none = fmaf(x[k], 0.0f, none);
+    if (none != 0.0f && a.residual != nullptr) {  // rare
+      w.lanes.each(0, [&](Slot i) {
+        if (!is_finite(x[i.k]) && i.i < w.valid()) a.residual[w.first_value() + i.i] = 0.0f;
+      });
+    }
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) x[k] *= a.scale;
-      w.store_block(a.out, block, x);
-    });
+    for (int k = 0; k < kHeld; ++k) x[k] *= a.scale;
+    w.store_block(a.out, x);
   }
 }
 

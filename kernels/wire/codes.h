@@ -79,13 +79,19 @@ GW_HD void with_draws(const Random& random, const Body& body) {
   }
 }
 
-// Decodes n packed codes to values. Lanes may convert the codes four at a time: `four(codes, x)` decodes the
-// four bytes of a word. Otherwise calls one(code) for each of the first `count` values.
-template <int kBits, typename Lanes, typename Values, typename Four, typename One>
+// Returns 1: values without units of their own.
+struct NoRowUnit {
+  GW_HD float operator()(int) const { return 1.0f; }
+};
+// Decodes n packed codes to values. Lanes in registers convert four codes at a time: four(words, x) sets x to
+// multiples of times * unit * row_unit(row). Others call one(code) for each of the first `count` values.
+template <int kBits, typename Lanes, typename Values, typename Four, typename One,
+          typename RowUnit = NoRowUnit>
 GW_HD void decode_codes(const Lanes& lanes, const uint8_t* bytes, int n, int count, Values values,
-                        const Four& four, const One& one) {
-  if constexpr (requires { lanes.template unpack_fours<kBits>(bytes, values, four); }) {
-    lanes.template unpack_fours<kBits>(bytes, values, four);
+                        const Four& four, const One& one, float times = 1.0f, float unit = 1.0f,
+                        const RowUnit& row_unit = {}) {
+  if constexpr (requires { Lanes::kRows; }) {
+    lanes.template unpack_fours<kBits>(bytes, values, four, times, unit, row_unit);
   } else {
     unpack_codes<kBits>(lanes, bytes, n, count,
                         [=](auto i, uint32_t code) GW_HD_LAMBDA { values[i] = one(code); });

@@ -134,7 +134,7 @@ struct Eden {
     });
     const float deviation = sqrtf(squares / static_cast<float>(count));
     const float per = deviation > 0.0f ? down / deviation : 0.0f;
-    if constexpr (requires { Lanes::kLooksUp; }) {
+    if constexpr (requires { Lanes::kRows; }) {
       // A lane holds an entry of each table, and the codes of its values.
       static constexpr LevelBins<kBits> kBins;
       const float boundary = kBins.boundary[lanes.lane], level_here = kBins.level[lanes.lane];
@@ -183,11 +183,11 @@ struct Eden {
   GW_HD void decode_bits(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     constexpr uint32_t kSign = 1u << (kBits - 1);
     const float scale = get_float(lanes, from + size * kBits / 8);
-    if constexpr (requires { Lanes::kLooksUp; }) {
+    if constexpr (requires { Lanes::kRows; }) {
       static constexpr LevelBins<kBits> kBins;
       const float here = scale * kBins.level[lanes.lane];
-      return lanes.template unpack_fours<kBits>(from, values, [=](uint32_t codes, float* x) GW_HD_LAMBDA {
-        for (int k = 0; k < 4; ++k) x[k] = lanes.look_up(here, codes >> (8 * k));
+      return lanes.template unpack<kBits>(from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
+        values[i] = lanes.look_up(here, code);
       });
     }
     unpack_codes<kBits>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {

@@ -15,6 +15,16 @@
 
 namespace gradwire {
 
+// Returns byte k of a word times 2^-133: as the third byte of a float, whose multiples of 2^-133 continue
+// beyond the least normal number.
+GW_HD float byte_fraction(uint32_t word, uint32_t k) {
+#ifdef __CUDA_ARCH__
+  return bits_float(__byte_perm(word, 0u, 0x4044u + 0x100u * k));
+#else
+  return bits_float((word >> (8 * k) & 0xffu) << 16);
+#endif
+}
+
 template <int kBits>
 struct Int {
   int size = 128;
@@ -136,19 +146,28 @@ struct Int {
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const uint8_t* const at = from + code_bytes<kBits>(size);
     const float unit = fp32_scale != 0 ? get_float(lanes, at) : fp8_scale(get_byte(lanes, at));
-    decode_codes<kBits>(
-        lanes, from, size, count, values,
-        [=](uint32_t codes, float* x) GW_HD_LAMBDA {
-          constexpr uint32_t kEach = 0x01010101u;
-          codes ^= (kMax + 1u) * kEach;  // the codes plus kMax + 1; NaN is 0
-          for (uint32_t k = 0; k < 4; ++k) x[k] = unit * byte_less(codes, k, kMax + 1);
-          if (((codes - kEach) & ~codes & 0x80u * kEach) == 0) return;  // no byte is 0
-          for (int k = 0; k < 4; ++k)
-            x[k] = value_of(static_cast<int32_t>(codes >> (8 * k) & 0xffu) - (kMax + 1), unit);
-        },
-        [=](uint32_t code) GW_HD_LAMBDA {
-          return value_of(static_cast<int32_t>(code << (32 - kBits)) >> (32 - kBits), unit);
-        });
+    if constexpr (requires { Lanes::kRows; }) {
+      lanes.template unpack_integers<kBits>(from, values, [=](const auto& words, bool nan, float* x) {
+        // Undoes byte_fraction() of the upper bits of a byte. unit * code is rounded once, as in value_of(),
+        // unless `unit` is too small or too large.
+        const float times = bits_float(float_bits(unit) + ((125u + kBits) << 23));
+        if (!nan && float_bits(unit) - (1u << 23) < (129u - kBits) << 23) {
+          for (const uint32_t codes : words) {
+            for (uint32_t k = 0; k < 4; ++k)
+              *x++ = fmaf(byte_fraction(codes, k), times, unit * -static_cast<float>(kMax + 1));
+          }
+        } else {
+          for (const uint32_t codes : words) {
+            for (int k = 0; k < 4; ++k)
+              *x++ = value_of(static_cast<int32_t>(codes >> (8 * k + 8 - kBits) & kMask) - (kMax + 1), unit);
+          }
+        }
+      });
+    } else {
+      unpack_codes<kBits>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
+        values[i] = value_of(static_cast<int32_t>(code << (32 - kBits)) >> (32 - kBits), unit);
+      });
+    }
   }
 };
 

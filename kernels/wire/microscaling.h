@@ -29,12 +29,16 @@ struct Mini {
   GW_HD static float value_of(uint32_t code) {
     return bits_float(float_bits(Magnitude::value(code & (kSign - 1u))) | (code & kSign) << (29 - kMantissa));
   }
-  // Decodes the four bytes of a word, divided by 64: as E4M3, whose exponent has the bias 7 in place of 1.
-  GW_HD static void values_of(uint32_t codes, float* x) {
+  // Decodes the four bytes of each word, divided by 64: as E4M3, whose exponent has the bias 7 in place of 1.
+  template <int kWords>
+  GW_HD static void values_of(const uint32_t (&words)[kWords], float* x) {
     constexpr uint32_t kEach = 0x01010101u;
-    e4m3x4_to_floats((codes << (3 - kMantissa) & ((kSign - 1u) << (3 - kMantissa)) * kEach) |
-                         (codes << (5 - kMantissa) & 0x80u * kEach),
-                     x);
+    for (const uint32_t codes : words) {
+      e4m3x4_to_floats((codes << (3 - kMantissa) & ((kSign - 1u) << (3 - kMantissa)) * kEach) |
+                           (codes << (5 - kMantissa) & 0x80u * kEach),
+                       x);
+      x += 4;
+    }
   }
 };
 
@@ -80,11 +84,13 @@ struct MxFp8 {
     const float scale = fp8_scale(from[32]);
     decode_codes<8>(
         lanes, from, 32, count, values,
-        [=](uint32_t codes, float* x) GW_HD_LAMBDA {
-          e4m3x4_to_floats(codes, x);
-          for (int k = 0; k < 4; ++k) x[k] *= scale;
+        [=](const auto& words, float* x) GW_HD_LAMBDA {
+          for (const uint32_t codes : words) {
+            e4m3x4_to_floats(codes, x);
+            x += 4;
+          }
         },
-        [=](uint32_t code) GW_HD_LAMBDA { return scale * e4m3_to_float(code); });
+        [=](uint32_t code) GW_HD_LAMBDA { return scale * e4m3_to_float(code); }, 1.0f, scale);
   }
 };
 
@@ -124,11 +130,8 @@ struct MxMini {
     const float scale = fp8_scale(from[kCodes]);
     decode_codes<kBits>(
         lanes, from, 32, count, values,
-        [=](uint32_t codes, float* x) GW_HD_LAMBDA {
-          Float::values_of(codes, x);
-          for (int k = 0; k < 4; ++k) x[k] = scale * (64.0f * x[k]);
-        },
-        [=](uint32_t code) GW_HD_LAMBDA { return scale * Float::value_of(code); });
+        [=](const auto& words, float* x) GW_HD_LAMBDA { Float::values_of(words, x); },
+        [=](uint32_t code) GW_HD_LAMBDA { return scale * Float::value_of(code); }, 64.0f, scale);
   }
 };
 using MxFp6 = MxMini<3>;
@@ -161,14 +164,17 @@ struct NvFp4 {
     const float down = fp8_inverse_scale(unit);
     uint8_t* const scales = to + 64;
     scales[kGroups] = unit;
-    if constexpr (requires { lanes.group_max(kGroup, values); }) {
-      // A lane's values are all in one group.
-      const uint8_t scale = scale_for(lanes.group_max(kGroup, values), down);
-      const float up = inverse(scale);
-      scales[lanes.first() / kGroup] = scale;
-      with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
-        pack_codes<4>(lanes, 128, to,
-                      [=](auto i) GW_HD_LAMBDA { return Float::code_of(values[i] * down * up, draw(i)); });
+    if constexpr (requires { Lanes::kRows; }) {
+      float up[Lanes::kRows];  // a lane's values of a row are in one group
+      for (int row = 0; row < Lanes::kRows; ++row) {
+        const uint8_t scale = scale_for(lanes.group_max(kGroup, row, values), down);
+        up[row] = inverse(scale);
+        scales[lanes.slot(4 * row) / kGroup] = scale;
+      }
+      with_draws(random, [&](const auto& draw) GW_HD_LAMBDA {
+        pack_codes<4>(lanes, 128, to, [&](auto i) GW_HD_LAMBDA {
+          return Float::code_of(values[i] * down * up[i.k / 4], draw(i));
+        });
       });
     } else {
       encode_in_groups(lanes, values, random, down, to);
@@ -178,12 +184,10 @@ struct NvFp4 {
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int, Values values) const {
     const uint8_t* const scales = from + 64;
     const float unit = fp8_scale(scales[kGroups]);
-    if constexpr (requires { lanes.group_max(kGroup, values); }) {
-      const float scale = e4m3_to_float(scales[lanes.first() / kGroup]);
-      lanes.template unpack_fours<4>(from, values, [=](uint32_t codes, float* x) GW_HD_LAMBDA {
-        Float::values_of(codes, x);
-        for (int k = 0; k < 4; ++k) x[k] = unit * (scale * 64.0f * x[k]);
-      });
+    if constexpr (requires { Lanes::kRows; }) {
+      lanes.template unpack_fours<4>(
+          from, values, [=](const auto& words, float* x) GW_HD_LAMBDA { Float::values_of(words, x); }, 64.0f,
+          unit, [=](int row) GW_HD_LAMBDA { return e4m3_to_float(scales[lanes.slot(4 * row) / kGroup]); });
     } else {
       decode_in_groups(lanes, from, unit, values);
     }

@@ -159,12 +159,13 @@ struct TernGrad {
     const float largest = get_float(lanes, from + size / 4);
     decode_codes<2>(
         lanes, from, size, count, values,
-        [=](uint32_t codes, float* x) GW_HD_LAMBDA {
-          // 0, 1 and -1 as E4M3; 1 is 0x38
+        [=](const auto& words, float* x) GW_HD_LAMBDA {
           constexpr uint32_t kEach = 0x01010101u;
-          const uint32_t upper = codes >> 1, some = (codes | upper) & kEach, minus = upper & ~codes & kEach;
-          e4m3x4_to_floats(some * 0x38u + minus * 0x80u, x);
-          for (int k = 0; k < 4; ++k) x[k] *= largest;
+          for (const uint32_t codes : words) {  // 0, 1 and -1 as E4M3; 1 is 0x38
+            const uint32_t upper = codes >> 1, some = (codes | upper) & kEach, minus = upper & ~codes & kEach;
+            e4m3x4_to_floats(some * 0x38u + minus * 0x80u, x);
+            for (int k = 0; k < 4; ++k) *x++ *= largest;
+          }
         },
         [=](uint32_t code) GW_HD_LAMBDA {
           const float x = code == 0u ? 0.0f : largest;

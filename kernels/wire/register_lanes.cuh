@@ -16,10 +16,20 @@ struct Slot {
   __device__ __forceinline__ operator int() const { return i; }
 };
 
-// The values and random bits that a lane holds. Inlining removes the pointer.
+// The values that a lane holds. Inlining removes the pointer.
 struct HeldValues {
   float* x;
   __device__ __forceinline__ float& operator[](Slot slot) const { return x[slot.k]; }
+};
+// Adds each assigned value, times a power of two, to the sum in its place.
+struct AddedValues {
+  float* sums;
+  float scale;
+  struct Sum {
+    float &sum, scale;
+    __device__ __forceinline__ void operator=(float x) const { sum = fmaf(scale, x, sum); }
+  };
+  __device__ __forceinline__ Sum operator[](Slot slot) const { return {sums[slot.k], scale}; }
 };
 // Values that several passes read. Without the asm, nvcc would hold what one pass computes for the next, in
 // more registers than there are.
@@ -31,7 +41,7 @@ struct ReadValues {
   __device__ __forceinline__ float operator[](Slot slot) const {
     float value = x[slot.k];
 #ifdef __CUDA_ARCH__
-    if (kHeld > 4) asm volatile("" : "+f"(value));
+    if (kHeld > 8) asm volatile("" : "+f"(value));
 #endif
     return value;
   }
@@ -61,14 +71,13 @@ struct KeepSent {
 // others read it, so that a lane may read four bytes as two aligned words.
 template <int N, bool kReadOnly = false>
 struct RegisterLanes {
-  static constexpr int kGroup = N / 4 < 32 ? N / 4 : 32, kRow = 4 * kGroup, kRows = N / kRow,
+  static constexpr int kGroup = N > 32 ? N / 16 : N / 8, kRow = 4 * kGroup, kRows = N / kRow,
                        kHeld = 4 * kRows;
   static constexpr int kTeams = kBlockThreads / kGroup;
   int lane, team;
   float* terms;        // shared, (N)
   int skew = 0;        // of the block that is read, from a 4-byte boundary
   uint32_t signs = 0;  // of the rotation, a bit for each register
-  static constexpr bool kLooksUp = true;
 
   __device__ __forceinline__ uint32_t mask() const {
     if constexpr (kGroup == 32) {
@@ -104,20 +113,20 @@ struct RegisterLanes {
     if constexpr (kGroup == 32) return __reduce_max_sync(0xffffffffu, largest_magnitude(x));
     return max_over(kGroup, largest_magnitude(x));
   }
-  // Returns the largest finite magnitude among the lanes that hold the same group of `size` values.
-  __device__ __forceinline__ uint32_t group_max(int size, ReadValues<kHeld> values) const {
-    static_assert(kRows == 1);
+  // Returns the largest finite magnitude of the group of `size` values to which four of the lane's values
+  // belong.
+  __device__ __forceinline__ uint32_t group_max(int size, int row, ReadValues<kHeld> values) const {
     uint32_t largest = 0;
-    each(N, [&](Slot i) {
-      const uint32_t x = finite_magnitude_bits(values[i]);
+#pragma unroll
+    for (int k = 4 * row; k < 4 * row + 4; ++k) {
+      const uint32_t x = finite_magnitude_bits(values[slot(k)]);
       largest = x > largest ? x : largest;
-    });
+    }
     return max_over(size / 4, largest);
   }
-  // Adds in the order of WarpLanes: lane r adds every 32nd value, from value r on.
+  // Adds in the order of WarpLanes: every 32nd value, from each of the first 32 on, then halves.
   template <typename Value>
   __device__ __forceinline__ float sum(int, const Value& value) const {
-    static_assert(kGroup == kSumLanes);
     float x[kHeld];
     each(N, [&](Slot i) { x[i.k] = value(i); });
     sync();  // the earlier terms have been read
@@ -127,12 +136,18 @@ struct RegisterLanes {
           make_float4(x[4 * row], x[4 * row + 1], x[4 * row + 2], x[4 * row + 3]);
     }
     sync();
-    float sum = 0.0f;
+    float part[32 / kGroup] = {};
 #pragma unroll
-    for (int i = 0; i < N; i += 32) sum += terms[lane + i];
+    for (int i = 0; i < N; i += kGroup) part[i % 32 / kGroup] += terms[lane + i];
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    return sum;
+    for (int parts = 32 / kGroup / 2; parts > 0; parts /= 2) {
+#pragma unroll
+      for (int p = 0; p < parts; ++p) part[p] += part[p + parts];
+    }
+#pragma unroll
+    for (int distance = kGroup / 2; distance > 0; distance /= 2)
+      part[0] += __shfl_xor_sync(mask(), part[0], distance);
+    return part[0];
   }
 
   template <int kBits, typename Code>
@@ -154,14 +169,46 @@ struct RegisterLanes {
     unpack_rows<kBits>(bytes, fours);
     each(N, [&](Slot i) { take(i, fours[i.k / 4] >> (8 * (i.k % 4)) & 0xffu); });
   }
-  // Decodes four codes at a time, in the bytes of a word.
-  template <int kBits, typename Four>
-  __device__ __forceinline__ void unpack_fours(const uint8_t* bytes, HeldValues values,
-                                               const Four& four) const {
+  // Decodes codes: four(words, x) sets x to multiples of unit * row_unit(row) * times; a word has four codes.
+  template <int kBits, typename Values, typename Four, typename RowUnit>
+  __device__ __forceinline__ void unpack_fours(const uint8_t* bytes, Values values, const Four& four,
+                                               float times, float unit, const RowUnit& row_unit) const {
     uint32_t fours[kRows];
     unpack_rows<kBits>(bytes, fours);
+    float x[kHeld];
+    four(fours, x);
+    if constexpr (requires { values.scale; }) {
+      // Units have at most four bits, so their products are exact unless very large or small.
+      float by[kRows];
+      bool exact = values.scale >= 0x1p-20f;
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) four(fours[row], values.x + 4 * row);
+      for (int row = 0; row < kRows; ++row) {
+        by[row] = values.scale * times * unit * row_unit(row);
+        exact = exact && fabsf(by[row]) < 0x1p100f;
+      }
+      if (exact)
+        return each(N, [&](Slot i) { values.sums[i.k] = fmaf(by[i.k / 4], x[i.k], values.sums[i.k]); });
+    }
+    each(N, [&](Slot i) { values[i] = unit * (row_unit(i.k / 4) * (times * x[i.k])); });
+  }
+  // Decodes two's complement: four(words, nan, x) takes the codes plus half their number, in the upper bits
+  // of bytes; `nan` tells whether one may be 0.
+  template <int kBits, typename Values, typename Four>
+  __device__ __forceinline__ void unpack_integers(const uint8_t* bytes, Values values,
+                                                  const Four& four) const {
+    constexpr uint32_t kOnes = 0xffffffffu / ((1u << kBits) - 1u), kTops = kOnes << (kBits - 1);
+    uint32_t words[Words<kBits>::kWordRows], fours[kRows] = {}, zeros = 0;
+    load_words<kBits>(bytes, words);
+#pragma unroll
+    for (uint32_t& word : words) {
+      const uint32_t flipped = word ^ kTops;
+      zeros |= (flipped - kOnes) & word & kTops;
+      word = flipped;
+    }
+    split_words<kBits>(words, 8 - kBits, fours);
+    float x[kHeld];
+    four(fours, zeros != 0, x);
+    each(N, [&](Slot i) { values[i] = x[i.k]; });
   }
   // Returns `mine` of lane `at` % 32.
   template <typename T>
@@ -303,15 +350,25 @@ struct RegisterLanes {
   }
   template <int kBits>
   __device__ __forceinline__ void unpack_words(const uint8_t* bytes, int to, uint32_t* fours) const {
+    uint32_t words[Words<kBits>::kWordRows];
+    load_words<kBits>(bytes, words);
+    split_words<kBits>(words, to, fours);
+  }
+  template <int kBits>
+  __device__ __forceinline__ void load_words(const uint8_t* bytes, uint32_t* words) const {
     using W = Words<kBits>;
-    constexpr uint32_t kMask = ((1u << kBits) - 1u) * 0x01010101u;
-    uint32_t words[W::kWordRows];
 #pragma unroll
     for (int row = 0; row < W::kWordRows; ++row)
       words[row] = word_at(bytes + (W::kSharers > 1 ? first() % W::kBytes : first() + row * kRow));
+  }
+  template <int kBits>
+  __device__ __forceinline__ void split_words(const uint32_t* words, int to, uint32_t* fours) const {
+    constexpr uint32_t kMask = ((1u << kBits) - 1u) * 0x01010101u;
 #pragma unroll
-    for (int row = 0; row < kRows; ++row)
-      fours[row] |= (words[row % W::kWordRows] >> (kBits * part_of<kBits>(row)) & kMask) << to;
+    for (int row = 0; row < kRows; ++row) {
+      const uint32_t word = words[row % Words<kBits>::kWordRows];
+      fours[row] |= (word >> (kBits * part_of<kBits>(row)) & kMask) << to;
+    }
   }
 };
 

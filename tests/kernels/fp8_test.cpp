@@ -90,7 +90,8 @@ template <int kMantissa>
 void expect_same_minis() {
   for (uint32_t code = 0; code < 8u << kMantissa; ++code) {
     float x[4];
-    Mini<kMantissa>::values_of(code | code << 16 | code << 24, x);
+    const uint32_t words[] = {code | code << 16 | code << 24};
+    Mini<kMantissa>::values_of(words, x);
     for (int k : {0, 2, 3})
       EXPECT_EQ(float_bits(64.0f * x[k]), float_bits(Mini<kMantissa>::value_of(code))) << code;
     EXPECT_EQ(float_bits(x[1]), 0u);

@@ -41,10 +41,10 @@ TEST(Int8, RoundsToNearestEven) {
   EXPECT_EQ(signed_code(-2.25f, 0x4000), -2);
 }
 
-TEST(Int8, BytesBecomeExactFloats) {
+TEST(Int8, BytesBecomeFractionsOfOneUnit) {
   for (uint32_t byte = 0; byte < 256; ++byte) {
     for (uint32_t k = 0; k < 4; ++k)
-      EXPECT_EQ(byte_less(byte << (8 * k), k, 128), static_cast<float>(static_cast<int>(byte) - 128));
+      EXPECT_EQ(byte_fraction(byte << (8 * k), k), static_cast<float>(byte) * 0x1p-133f);
   }
 }
 
