@@ -55,17 +55,15 @@ __device__ __forceinline__ int column_of(const LargeArgs& a, const LargeScratch&
   return a.pass == 0 ? k : s.order(a.pass)[k];
 }
 
-// Adds the products of four rows of staged columns to a warp's sums; the pointers address the lane's
-// elements.
-__device__ __forceinline__ void add_rows(const float* left, const float* right, double (&sum)[4][4][2]) {
-  double y[4];
-#pragma unroll
-  for (int t = 0; t < 4; ++t) y[t] = right[8 * t];
+// Adds X Y to a warp's sums, for 32 x 4 and 4 x 32 elements: a lane's element of X in each of 4 tiles, `step`
+// apart, and of Y.
+__device__ __forceinline__ void add_products(const float* x, int step, const double (&y)[4],
+                                             double (&sum)[4][4][2]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const double x = left[8 * i];
+    const double left = x[i * step];
 #pragma unroll
-    for (int t = 0; t < 4; ++t) multiply_add(sum[i][t], x, y[t]);
+    for (int t = 0; t < 4; ++t) multiply_add(sum[i][t], left, y[t]);
   }
 }
 
@@ -116,10 +114,12 @@ __global__ void __launch_bounds__(kThreads, 2) gram_kernel(const __grid_constant
     if (diagonal && row < column) continue;  // above the diagonal
     const float* left = staged + row0 / kGramRows % kGramStages * 2 * kSide;
     left += (half * (kGramRows / 2) + lane % 4) * kFloatStride + lane / 4;
-    const float* const right = left + (diagonal ? 0 : kSide) + column;
 #pragma unroll
-    for (int k = 0; k < kGramRows / 2; k += 4) {
-      add_rows(left + row + k * kFloatStride, right + k * kFloatStride, sum);
+    for (int k = 0; k < kGramRows / 2; k += 4, left += 4 * kFloatStride) {
+      double right[4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) right[t] = left[(diagonal ? 0 : kSide) + column + 8 * t];
+      add_products(left + row, 8, right, sum);
     }
   }
   wait_for_copies<0>();
@@ -140,47 +140,36 @@ __global__ void __launch_bounds__(kThreads, 2) gram_kernel(const __grid_constant
   }
 }
 
-// Adds X Y^T to a warp's sums: 16 rows of X, 8 kTiles rows of Y, kCount columns. A lane reads pairs of
-// columns, so the order of products is 0 2 4 6, 1 3 5 7 in each eight.
-template <int kTiles, int kCount>
-__device__ __forceinline__ void add_products(const double* x, int64_t x_stride, const double* y,
-                                             int64_t y_stride, double (&sum)[2][kTiles][2]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  x += lane / 4 * x_stride + lane % 4 * 2;
-  y += lane / 4 * y_stride + lane % 4 * 2;
-#pragma unroll 2
-  for (int k = 0; k < kCount; k += 8) {
-    double2 left[2], right[kTiles];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) left[i] = *reinterpret_cast<const double2*>(x + 8 * i * x_stride + k);
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) right[t] = *reinterpret_cast<const double2*>(y + 8 * t * y_stride + k);
-#pragma unroll
-    for (int e = 0; e < 2 * kTiles; ++e)
-      multiply_add(sum[e / kTiles][e % kTiles], left[e / kTiles].x, right[e % kTiles].x);
-#pragma unroll
-    for (int e = 0; e < 2 * kTiles; ++e)
-      multiply_add(sum[e / kTiles][e % kTiles], left[e / kTiles].y, right[e % kTiles].y);
-  }
-}
-
 // Computes, with one warp, 16 rows of `to` from 16 rows of X and a block Y: to = sign X Y^T, plus the old
-// `to` if `add`. `to` may be X.
+// `to` if `add`. `to` may be X. A lane reads pairs of columns: in each eight, products are added in the order
+// 0 2 4 6, 1 3 5 7.
 template <int kBlock>
 __device__ __forceinline__ void multiply_strip(const double* x, const double* y, int64_t y_stride, bool add,
                                                double sign, double* to, int64_t stride) {
   constexpr int kTiles = kBlock / 8;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  double sum[2][kTiles][2] = {};
-  add_products<kTiles, kBlock>(x, stride, y, y_stride, sum);
+  const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / 4, pair = lane % 4 * 2;
+  double sum[2 * kTiles][2] = {};
+  x += row * stride + pair, y += row * y_stride + pair;
+#pragma unroll 2
+  for (int k = 0; k < kBlock; k += 8) {
+    double2 left[2], right[kTiles];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) left[i] = *reinterpret_cast<const double2*>(x + 8 * i * stride + k);
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      right[t] = *reinterpret_cast<const double2*>(y + 8 * t * y_stride + k);
+    }
+#pragma unroll
+    for (int e = 0; e < 2 * kTiles; ++e) multiply_add(sum[e], left[e / kTiles].x, right[e % kTiles].x);
+#pragma unroll
+    for (int e = 0; e < 2 * kTiles; ++e) multiply_add(sum[e], left[e / kTiles].y, right[e % kTiles].y);
+  }
   __syncwarp();
-  to += lane / 4 * stride + lane % 4 * 2;
 #pragma unroll
   for (int e = 0; e < 2 * kTiles; ++e) {
-    double2* const at = reinterpret_cast<double2*>(to + e / kTiles * 8 * stride + e % kTiles * 8);
-    const double2 old = add ? *at : make_double2(0.0, 0.0);
-    const double(&product)[2] = sum[e / kTiles][e % kTiles];
-    *at = make_double2(fma(sign, product[0], old.x), fma(sign, product[1], old.y));
+    double* const at = to + (e / kTiles * 8 + row) * stride + e % kTiles * 8 + pair;
+    const double2 old = add ? *reinterpret_cast<double2*>(at) : make_double2(0.0, 0.0);
+    *reinterpret_cast<double2*>(at) = make_double2(fma(sign, sum[e][0], old.x), fma(sign, sum[e][1], old.y));
   }
 }
 
@@ -216,26 +205,26 @@ __device__ __forceinline__ void eliminate(double* square, int64_t stride, int bl
 
 // Factors kPanel columns with one warp: block = L L^T. Sets `block` to L^-T and `inverse` to L^-1, with zeros
 // for dependent columns. Gauss elimination: a lane holds a column of the block or, from lane 16 on, of the
-// identity. Returns the smallest pivot, or 0 if a column is dependent. `inverse_square` is a column's in A, 1
-// / norm^2.
+// identity. `inverse_square` is 1 / norm^2 of the lane's column of A. Returns the smallest pivot, or 0 if a
+// column is dependent.
 __device__ __forceinline__ double factor_panel(double* block, double* inverse, double inverse_square,
                                                int32_t* dependent) {
   constexpr unsigned kAllLanes = 0xffffffffu;
   const int lane = static_cast<int>(threadIdx.x) % 32, column = lane % kPanel;
   const bool of_identity = lane >= kPanel;
   double v[kPanel], smallest = 1.0;
+  int dependents = 0;
 #pragma unroll
   for (int i = 0; i < kPanel; ++i) {
     v[i] = of_identity ? (i == column ? 1.0 : 0.0) : block[i * kStride + column];
   }
-  bool depends_here = false;
 #pragma unroll
   for (int j = 0; j < kPanel; ++j) {
     const double pivot = __shfl_sync(kAllLanes, v[j], j);
     const double share = pivot * __shfl_sync(kAllLanes, inverse_square, j);
     const bool depends = !(share > kDependentPivot);
     smallest = depends ? 0.0 : fmin(smallest, share);
-    depends_here = depends_here || (depends && j == column);
+    dependents |= depends ? 1 << j : 0;
     const double inverse_root = depends ? 0.0 : rsqrt(pivot);
     v[j] *= inverse_root;
     const double multiple = v[j] * inverse_root;
@@ -245,7 +234,7 @@ __device__ __forceinline__ double factor_panel(double* block, double* inverse, d
   if (of_identity) {
 #pragma unroll
     for (int i = 0; i < kPanel; ++i) inverse[i * kStride + column] = block[column * kStride + i] = v[i];
-    dependent[column] = depends_here ? 1 : 0;
+    dependent[column] = dependents >> column & 1;
   }
   return smallest;
 }
@@ -258,11 +247,10 @@ __device__ __forceinline__ double factor_tile(const LargeScratch& s, int rank, i
   double* const tile = s.tile(j, j);
 #pragma unroll
   for (int item = thread; item < kSquareTile * kSquareTile / 2; item += kThreads) {
-    const int row = item / (kSquareTile / 2), column = item % (kSquareTile / 2) * 2,
-              at = j * kSquareTile + row;
+    const int row = item / (kSquareTile / 2), column = item % (kSquareTile / 2) * 2;
     double2 x = *reinterpret_cast<const double2*>(tile + static_cast<int64_t>(row) * s.size + column);
-    if (at >= rank && row == column) x.x = 1.0;  // the padding is the identity
-    if (at >= rank && row == column + 1) x.y = 1.0;
+    if (j * kSquareTile + row >= rank && row / 2 == column / 2)
+      (row == column ? x.x : x.y) = 1.0;  // pads with the identity
     *reinterpret_cast<double2*>(staged + row * kStride + column) = x;
   }
   __syncthreads();
@@ -373,12 +361,7 @@ __device__ __forceinline__ void weigh(const LargeArgs& a, const MatrixDescriptor
     weights += k + 4 < end ? 4 * int64_t{s.size} : 0;
 #pragma unroll
     for (int t = 0; t < 4; ++t) next[t] = weights[8 * t];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const double left = x[8 * i * stride + k];
-#pragma unroll
-      for (int t = 0; t < 4; ++t) multiply_add(sum[i][t], left, w[t]);
-    }
+    add_products(x + k, 8 * stride, w, sum);
   }
   const uint64_t step = a.step != nullptr ? *a.step : 0;
 #pragma unroll
