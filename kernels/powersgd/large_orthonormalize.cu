@@ -1,10 +1,10 @@
 // CholeskyQR on CUDA above rank kMaxSmallRank. A pass is three launches: tiles of the Gram matrices, a
-// factor per block, and 32 rows of the result per block. The host cannot know how many passes the columns
+// factor per block, and 64 rows of the result per block. The host cannot know how many passes the columns
 // need, so it launches the most that can be needed; blocks of finished matrices end at once.
 //
-// Limit: FP64 arithmetic, n r^2 multiply-adds per matrix for the Gram matrix and the rows together, and 2/3
-// r^3 for the factor, on one SM. The algorithm is that of large_orthonormalize_host.cpp. Sums have a fixed
-// order.
+// Limit: FP64 tensor cores, n r^2 multiply-adds per matrix for the Gram matrix and the rows together, and r^3
+// for the factor on one SM, which also waits for r pivots, one after the other. The algorithm is that of
+// large_orthonormalize_host.cpp. Sums have a fixed order.
 #include "kernels/powersgd/orthonormalize.h"
 
 #include <algorithm>
@@ -15,10 +15,14 @@ namespace gradwire::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kGramRows = 32;
-constexpr int kRows = 32;                 // rows of the result per block
-constexpr int kStride = kSquareTile + 2;  // of staged tiles: against bank conflicts, and 16-byte aligned
-constexpr int kTileElements = kSquareTile * kSquareTile;
+constexpr int kWarps = kThreads / 32;
+constexpr int kWarpSide = 32;  // rows and columns of a warp's sums, in the Gram matrix and the result
+constexpr int kGramRows = 32, kGramStages = 3;
+constexpr int kFloatStride = kSquareTile + 8;    // of staged columns of A: against bank conflicts
+constexpr int kSide = kGramRows * kFloatStride;  // floats
+constexpr int kRows = 64;                        // rows of the result per block
+constexpr int kStride = kSquareTile + 8;  // of staged tiles: against bank conflicts, and 16-byte aligned
+constexpr int kPanel = 16;                // columns of a tile that one warp factors
 // One pass for well-conditioned columns, two up to a condition number of 1e8, two more after unlucky draws.
 constexpr int kPasses = 6;
 
@@ -51,209 +55,223 @@ __device__ __forceinline__ int column_of(const LargeArgs& a, const LargeScratch&
   return a.pass == 0 ? k : s.order(a.pass)[k];
 }
 
-// A thread's 4 x 4 elements of a tile.
-struct Part {
-  int row, column;
-};
-__device__ __forceinline__ Part part_of_thread() {
-  const int thread = static_cast<int>(threadIdx.x);
-  return {thread / 16 * 4, thread % 16 * 4};
-}
-
-// Adds `count` products of columns of the staged tiles left[k][row] and right[k][column] to acc.
-__device__ __forceinline__ void add_products(const double* left, const double* right, const Part& part,
-                                             int count, double (&acc)[4][4]) {
-  for (int k = 0; k < count; ++k) {
-    double x[4], y[4];
+// Adds X Y to a warp's sums, for 32 x 4 and 4 x 32 elements: a lane's element of X in each of 4 tiles, `step`
+// apart, and of Y.
+__device__ __forceinline__ void add_products(const float* x, int step, const double (&y)[4],
+                                             double (&sum)[4][4][2]) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      x[c] = left[k * kStride + part.row + c];
-      y[c] = right[k * kStride + part.column + c];
-    }
+  for (int i = 0; i < 4; ++i) {
+    const double left = x[i * step];
 #pragma unroll
-    for (int e = 0; e < 16; ++e) acc[e / 4][e % 4] = fma(x[e / 4], y[e % 4], acc[e / 4][e % 4]);
+    for (int t = 0; t < 4; ++t) multiply_add(sum[i][t], left, y[t]);
   }
 }
 
-// Stages rows of A as doubles: to[row][c] = A[row0 + row][order[first + c]]; 0 outside A.
-__device__ __forceinline__ void stage_columns(const LargeArgs& a, const LargeMatrix& m, const LargeScratch& s,
-                                              int32_t row0, int first, double* to) {
-  for (int item = static_cast<int>(threadIdx.x); item < kGramRows * kSquareTile; item += kThreads) {
-    const int row = item / kSquareTile, c = item % kSquareTile;
-    const bool there = row0 + row < m.n && first + c < m.rank;
-    to[row * kStride + c] =
-        there ? m.in[static_cast<int64_t>(row0 + row) * m.rank + column_of(a, s, first + c)] : 0.0f;
+// Stages rows of a tile's columns of A in the background: to[row][c] = A[row0 + row][order[first + c]]; 0
+// outside A.
+__device__ __forceinline__ void stage_columns(const LargeMatrix& m, int column, bool there, int32_t row0,
+                                              float* to) {
+  const int first = static_cast<int>(threadIdx.x) / kSquareTile;
+  const float* from = m.in + static_cast<int64_t>(row0 + first) * m.rank + column;
+  to += first * kFloatStride + static_cast<int>(threadIdx.x) % kSquareTile;
+#pragma unroll
+  for (int row = 0; row < kGramRows; row += kThreads / kSquareTile) {
+    copy_async<4>(to + row * kFloatStride, from + static_cast<int64_t>(row) * m.rank,
+                  there && row0 + first + row < m.n);
   }
 }
 
-__global__ void __launch_bounds__(kThreads) gram_kernel(const __grid_constant__ LargeArgs a) {
-  __shared__ double left[kGramRows * kStride], right[kGramRows * kStride];
-  const int matrix = static_cast<int>(blockIdx.y);
+// A block computes a tile. Each quarter of the tile is the sum of two warps, which take turns of 16 rows.
+__global__ void __launch_bounds__(kThreads, 2) gram_kernel(const __grid_constant__ LargeArgs a) {
+  GW_DYNAMIC_SHARED(float, staged);  // [stage][side][row][column], later the second warp's sums
+  const int matrix = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
   const MatrixDescriptor d = a.matrices.descriptors[matrix];
   if (d.rank <= kMaxSmallRank || static_cast<int>(blockIdx.x) >= lower_tiles(tiles_of(d.rank))) return;
   const LargeScratch s(a.scratch + d.scratch, d.rank);
   if (a.pass > 0 ? *s.state != LargeState::active : a.keep_flags && a.flags[matrix] != 0) return;
   const LargeMatrix m = matrix_of(a, d);
-  const Part part = part_of_thread();
-  int row = 0, column = 0;
-  split_lower(static_cast<int>(blockIdx.x), row, column);
-  double acc[4][4] = {};
+  int tile_row = 0, tile_column = 0;
+  split_lower(static_cast<int>(blockIdx.x), tile_row, tile_column);
+  const bool diagonal = tile_row == tile_column;
+  int first[2] = {tile_row * kSquareTile + thread % kSquareTile,
+                  tile_column * kSquareTile + thread % kSquareTile};
+  bool there[2] = {first[0] < m.rank, first[1] < m.rank};
+  for (int side = 0; side < 2; ++side) first[side] = there[side] ? column_of(a, s, first[side]) : 0;
+  const auto stage = [&](int32_t row0) {
+    float* const to = staged + row0 / kGramRows % kGramStages * 2 * kSide;
+    if (row0 < m.n) stage_columns(m, first[0], there[0], row0, to);
+    if (row0 < m.n && !diagonal) stage_columns(m, first[1], there[1], row0, to + kSide);
+    end_copies();
+  };
+  const int lane = thread % 32, warp = thread / 32, half = warp % 2;
+  const int row = warp / 4 * kWarpSide, column = warp / 2 % 2 * kWarpSide;
+  double sum[4][4][2] = {};
+  for (int i = 0; i < kGramStages - 1; ++i) stage(i * kGramRows);
   for (int32_t row0 = 0; row0 < m.n; row0 += kGramRows) {
+    wait_for_copies<kGramStages - 2>();
     __syncthreads();
-    stage_columns(a, m, s, row0, row * kSquareTile, left);
-    stage_columns(a, m, s, row0, column * kSquareTile, right);
-    __syncthreads();
-    add_products(left, right, part, kGramRows, acc);
-  }
-  double* const out = s.tile(row, column) + static_cast<int64_t>(part.row) * s.size + part.column;
+    stage(row0 + (kGramStages - 1) * kGramRows);
+    if (diagonal && row < column) continue;  // above the diagonal
+    const float* left = staged + row0 / kGramRows % kGramStages * 2 * kSide;
+    left += (half * (kGramRows / 2) + lane % 4) * kFloatStride + lane / 4;
 #pragma unroll
-  for (int e = 0; e < 16; ++e) out[e / 4 * s.size + e % 4] = acc[e / 4][e % 4];
-}
-
-// Stage a tile of the square as to[row][column], or transposed.
-__device__ __forceinline__ void stage(const double* tile, int64_t stride, double* to) {
-  for (int item = static_cast<int>(threadIdx.x); item < kTileElements; item += kThreads) {
-    const int row = item / kSquareTile, column = item % kSquareTile;
-    to[row * kStride + column] = tile[row * stride + column];
+    for (int k = 0; k < kGramRows / 2; k += 4, left += 4 * kFloatStride) {
+      double right[4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) right[t] = left[(diagonal ? 0 : kSide) + column + 8 * t];
+      add_products(left + row, 8, right, sum);
+    }
   }
-}
-__device__ __forceinline__ void stage_transposed(const double* tile, int64_t stride, double* to) {
-  for (int item = static_cast<int>(threadIdx.x); item < kTileElements; item += kThreads) {
-    const int row = item / kSquareTile, column = item % kSquareTile;
-    to[column * kStride + row] = tile[row * stride + column];
-  }
-}
-
-// Scales the columns of A in its Gram matrix to norm 1, and pads the matrix with the identity.
-__device__ __forceinline__ void scale_gram(const LargeScratch& s, int rank) {
-  for (int k = static_cast<int>(threadIdx.x); k < s.size; k += kThreads) {
-    const double square = s.square[static_cast<int64_t>(k) * s.size + k];
-    s.scale[k] = k < rank && square > 0.0 ? 1.0 / sqrt(square) : 0.0;
+  wait_for_copies<0>();
+  __syncthreads();
+  double* const other = reinterpret_cast<double*>(staged) + warp / 2 * kWarpSide * kWarpSide + lane;
+  if (half == 1) {
+#pragma unroll
+    for (int e = 0; e < 32; ++e) other[32 * e] = sum[e / 8][e / 2 % 4][e % 2];
   }
   __syncthreads();
-  for (int i = 0; i < s.size; ++i) {
-    double* const row = s.square + static_cast<int64_t>(i) * s.size;
-    for (int j = static_cast<int>(threadIdx.x); j <= i; j += kThreads) {
-      row[j] = i == j && i >= rank ? 1.0 : row[j] * (s.scale[i] * s.scale[j]);
+  if (half == 1) return;
+  double* const out =
+      s.tile(tile_row, tile_column) + static_cast<int64_t>(row + lane / 4) * s.size + column + lane % 4 * 2;
+#pragma unroll
+  for (int e = 0; e < 32; e += 2) {
+    *reinterpret_cast<double2*>(out + e / 8 * 8 * s.size + e / 2 % 4 * 8) =
+        make_double2(sum[e / 8][e / 2 % 4][0] + other[32 * e], sum[e / 8][e / 2 % 4][1] + other[32 * e + 32]);
+  }
+}
+
+// Computes, with one warp, 16 rows of `to` from 16 rows of X and a block Y: to = sign X Y^T, plus the old
+// `to` if `add`. `to` may be X. A lane reads pairs of columns: in each eight, products are added in the order
+// 0 2 4 6, 1 3 5 7.
+template <int kBlock>
+__device__ __forceinline__ void multiply_strip(const double* x, const double* y, int64_t y_stride, bool add,
+                                               double sign, double* to, int64_t stride) {
+  constexpr int kTiles = kBlock / 8;
+  const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / 4, pair = lane % 4 * 2;
+  double sum[2 * kTiles][2] = {};
+  x += row * stride + pair, y += row * y_stride + pair;
+#pragma unroll 2
+  for (int k = 0; k < kBlock; k += 8) {
+    double2 left[2], right[kTiles];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) left[i] = *reinterpret_cast<const double2*>(x + 8 * i * stride + k);
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      right[t] = *reinterpret_cast<const double2*>(y + 8 * t * y_stride + k);
+    }
+#pragma unroll
+    for (int e = 0; e < 2 * kTiles; ++e) multiply_add(sum[e], left[e / kTiles].x, right[e % kTiles].x);
+#pragma unroll
+    for (int e = 0; e < 2 * kTiles; ++e) multiply_add(sum[e], left[e / kTiles].y, right[e % kTiles].y);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int e = 0; e < 2 * kTiles; ++e) {
+    double* const at = to + (e / kTiles * 8 + row) * stride + e % kTiles * 8 + pair;
+    const double2 old = add ? *reinterpret_cast<double2*>(at) : make_double2(0.0, 0.0);
+    *reinterpret_cast<double2*>(at) = make_double2(fma(sign, sum[e][0], old.x), fma(sign, sum[e][1], old.y));
+  }
+}
+
+// Eliminates the columns of block `step` of a square of blocks. The block on the diagonal already holds
+// L_ss^-T, and `inverse` L_ss^-1. Blocks below the diagonal become L in this column and lose its products in
+// later columns. Blocks above the diagonal become L^-T: they are multiplied in the same way, but begin as 0.
+template <int kBlock>
+__device__ __forceinline__ void eliminate(double* square, int64_t stride, int blocks, int step,
+                                          const double* inverse) {
+  constexpr int kStrips = kBlock / 16;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const auto strip = [&](int row, int column, int index) {
+    return square + (row * kBlock + index * 16) * stride + column * kBlock;
+  };
+  for (int item = warp; item < (blocks - 1) * kStrips; item += kWarps) {
+    const int row = item / kStrips + (item / kStrips >= step ? 1 : 0);
+    double* const to = strip(row, step, item % kStrips);
+    multiply_strip<kBlock>(to, inverse, kStride, false, 1.0, to, stride);
+  }
+  __syncthreads();
+  int item = 0;
+  for (int column = step + 1; column < blocks; ++column) {
+    for (int row = 0; row < blocks; row = row == step ? column : row + 1) {
+      for (int i = 0; i < kStrips; ++i) {
+        if (item++ % kWarps != warp) continue;
+        multiply_strip<kBlock>(strip(row, step, i), strip(column, step, 0), stride, row != step, -1.0,
+                               strip(row, column, i), stride);
+      }
     }
   }
   __syncthreads();
 }
 
-// Factors the staged tile `l`: A = L L^T, with 1 in place of the pivots of dependent columns. Sets `inverse`
-// to L^-1, with zeros above the diagonal. Returns to all threads the smallest pivot, or 0 if a column is
-// dependent.
-__device__ __forceinline__ double factor_tile(double* l, double* inverse, int32_t* dependent) {
+// Factors kPanel columns with one warp: block = L L^T. Sets `block` to L^-T and `inverse` to L^-1, with zeros
+// for dependent columns. Gauss elimination: a lane holds a column of the block or, from lane 16 on, of the
+// identity. `inverse_square` is 1 / norm^2 of the lane's column of A. Returns the smallest pivot, or 0 if a
+// column is dependent.
+__device__ __forceinline__ double factor_panel(double* block, double* inverse, double inverse_square,
+                                               int32_t* dependent) {
+  constexpr unsigned kAllLanes = 0xffffffffu;
+  const int lane = static_cast<int>(threadIdx.x) % 32, column = lane % kPanel;
+  const bool of_identity = lane >= kPanel;
+  double v[kPanel], smallest = 1.0;
+  int dependents = 0;
+#pragma unroll
+  for (int i = 0; i < kPanel; ++i) {
+    v[i] = of_identity ? (i == column ? 1.0 : 0.0) : block[i * kStride + column];
+  }
+#pragma unroll
+  for (int j = 0; j < kPanel; ++j) {
+    const double pivot = __shfl_sync(kAllLanes, v[j], j);
+    const double share = pivot * __shfl_sync(kAllLanes, inverse_square, j);
+    const bool depends = !(share > kDependentPivot);
+    smallest = depends ? 0.0 : fmin(smallest, share);
+    dependents |= depends ? 1 << j : 0;
+    const double inverse_root = depends ? 0.0 : rsqrt(pivot);
+    v[j] *= inverse_root;
+    const double multiple = v[j] * inverse_root;
+#pragma unroll
+    for (int i = j + 1; i < kPanel; ++i) v[i] -= __shfl_sync(kAllLanes, v[i], j) * multiple;
+  }
+  if (of_identity) {
+#pragma unroll
+    for (int i = 0; i < kPanel; ++i) inverse[i * kStride + column] = block[column * kStride + i] = v[i];
+    dependent[column] = dependents >> column & 1;
+  }
+  return smallest;
+}
+
+// Factors tile `j` on the diagonal, sets it to L_jj^-T, and `inverse` to L_jj^-1. Returns the smallest pivot,
+// or 0 if a column is dependent, to the first warp. `staged` and `inverse` are tiles of rows kStride apart.
+__device__ __forceinline__ double factor_tile(const LargeScratch& s, int rank, int j, double* staged,
+                                              double* inverse) {
   const int thread = static_cast<int>(threadIdx.x);
-  for (int item = thread; item < kTileElements; item += kThreads) {
-    const int i = item / kSquareTile, j = item % kSquareTile;
-    inverse[i * kStride + j] = i == j ? 1.0 : 0.0;
+  double* const tile = s.tile(j, j);
+#pragma unroll
+  for (int item = thread; item < kSquareTile * kSquareTile / 2; item += kThreads) {
+    const int row = item / (kSquareTile / 2), column = item % (kSquareTile / 2) * 2;
+    double2 x = *reinterpret_cast<const double2*>(tile + static_cast<int64_t>(row) * s.size + column);
+    if (j * kSquareTile + row >= rank && row / 2 == column / 2)
+      (row == column ? x.x : x.y) = 1.0;  // pads with the identity
+    *reinterpret_cast<double2*>(staged + row * kStride + column) = x;
   }
   __syncthreads();
   double smallest = 1.0;
-  for (int j = 0; j < kSquareTile; ++j) {
-    const double pivot = l[j * kStride + j];
-    const bool depends = !(pivot > kDependentPivot);
-    const double inverse_root = depends ? 1.0 : 1.0 / sqrt(pivot);
-    smallest = depends ? 0.0 : fmin(smallest, pivot);
-    __syncthreads();
-    if (thread == 0) dependent[j] = depends ? 1 : 0;
-    if (thread < kSquareTile && thread > j) {
-      l[thread * kStride + j] = depends ? 0.0 : l[thread * kStride + j] * inverse_root;
-    } else if (thread <= j) {
-      inverse[j * kStride + thread] *= inverse_root;
+  for (int step = 0; step < kSquareTile / kPanel; ++step) {
+    const int first = step * kPanel, at = j * kSquareTile + first;
+    if (thread < 32) {
+      const double pivot = factor_panel(staged + first * (kStride + 1), inverse + first * (kStride + 1),
+                                        s.scale[at + thread % kPanel], s.dependent + at);
+      smallest = fmin(smallest, pivot);
     }
     __syncthreads();
-    const int column = thread % kSquareTile;
-    for (int i = j + 1 + thread / kSquareTile; i < kSquareTile; i += kThreads / kSquareTile) {
-      const double l_i = l[i * kStride + j];
-      if (column <= j) {
-        inverse[i * kStride + column] -= l_i * inverse[j * kStride + column];
-      } else if (column <= i) {
-        l[i * kStride + column] -= l_i * l[column * kStride + j];
-      }
-    }
-    __syncthreads();
+    eliminate<kPanel>(staged, kStride, kSquareTile / kPanel, step, inverse + first * (kStride + 1));
   }
-  return smallest;
-}
-
-// The shared memory of the factor's block.
-struct Staged {
-  double *left, *right;  // tiles, rows kStride apart
-  int32_t* dependent;    // (kSquareTile)
-};
-
-// Sets a tile on the diagonal to L_jj^-T, and writes the tiles of L below it. Subtracts their products from
-// the matrix.
-__device__ __forceinline__ double eliminate(const LargeScratch& s, int j, const Staged& staged) {
-  const int thread = static_cast<int>(threadIdx.x), tiles = s.size / kSquareTile;
-  const Part part = part_of_thread();
-  stage(s.tile(j, j), s.size, staged.left);
-  __syncthreads();
-  const double smallest = factor_tile(staged.left, staged.right, staged.dependent);
-  for (int item = thread; item < kTileElements; item += kThreads) {
-    const int row = item / kSquareTile, column = item % kSquareTile;
-    s.tile(j, j)[static_cast<int64_t>(row) * s.size + column] = staged.right[column * kStride + row];
-  }
-  if (thread < kSquareTile) s.dependent[j * kSquareTile + thread] = staged.dependent[thread];
-  for (int i = j + 1; i < tiles; ++i) {
-    __syncthreads();
-    stage_transposed(s.tile(i, j), s.size, staged.left);
-    stage(s.tile(j, j), s.size, staged.right);
-    __syncthreads();
-    double acc[4][4] = {};
-    add_products(staged.left, staged.right, part, kSquareTile, acc);
-    double* const out = s.tile(i, j) + static_cast<int64_t>(part.row) * s.size + part.column;
-#pragma unroll
-    for (int e = 0; e < 16; ++e) {
-      const bool zero = staged.dependent[part.column + e % 4] != 0;
-      out[e / 4 * s.size + e % 4] = zero ? 0.0 : acc[e / 4][e % 4];
-    }
-  }
-  for (int k = j + 1; k < tiles; ++k) {
-    for (int i = k; i < tiles; ++i) {
-      __syncthreads();
-      stage_transposed(s.tile(i, j), s.size, staged.left);
-      stage_transposed(s.tile(k, j), s.size, staged.right);
-      __syncthreads();
-      double acc[4][4] = {};
-      add_products(staged.left, staged.right, part, kSquareTile, acc);
-      double* const out = s.tile(i, k) + static_cast<int64_t>(part.row) * s.size + part.column;
-#pragma unroll
-      for (int e = 0; e < 16; ++e) out[e / 4 * s.size + e % 4] -= acc[e / 4][e % 4];
-    }
+  for (int item = thread; item < kSquareTile * kSquareTile; item += kThreads) {
+    const int row = item / 512 * 8 + item % 32 / 4, column = item / 32 % 16 * 4 + item % 4;
+    const double weight = row / kPanel <= column / kPanel ? staged[row * kStride + column] : 0.0;
+    inverse[column * kStride + row] = tile[static_cast<int64_t>(row) * s.size + column] = weight;
   }
   __syncthreads();
   return smallest;
-}
-
-// Computes the tiles of L^-T above tile `j` on the diagonal, which holds L_jj^-T.
-__device__ __forceinline__ void invert_above(const LargeScratch& s, int j, const Staged& staged) {
-  const Part part = part_of_thread();
-  for (int k = 0; k < j; ++k) {
-    double acc[4][4] = {};
-    for (int m = k; m < j; ++m) {
-      __syncthreads();
-      stage_transposed(s.tile(k, m), s.size, staged.left);
-      stage_transposed(s.tile(j, m), s.size, staged.right);
-      __syncthreads();
-      add_products(staged.left, staged.right, part, kSquareTile, acc);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int e = 0; e < 16; ++e) {
-      staged.left[(part.column + e % 4) * kStride + part.row + e / 4] = acc[e / 4][e % 4];
-      acc[e / 4][e % 4] = 0.0;
-    }
-    stage(s.tile(j, j), s.size, staged.right);
-    __syncthreads();
-    add_products(staged.left, staged.right, part, kSquareTile, acc);
-    double* const out = s.tile(k, j) + static_cast<int64_t>(part.row) * s.size + part.column;
-#pragma unroll
-    for (int e = 0; e < 16; ++e) out[e / 4 * s.size + e % 4] = -acc[e / 4][e % 4];
-  }
-  __syncthreads();
 }
 
 // Orders the columns for the next pass: columns that were ever re-seeded come last. dependent[k] becomes 1 +
@@ -286,7 +304,6 @@ __device__ __forceinline__ void count_draws(const LargeArgs& a, const LargeScrat
 
 __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant__ LargeArgs a) {
   GW_DYNAMIC_SHARED(double, shared);
-  __shared__ int32_t dependent[kSquareTile];
   __shared__ int infinite[1];  // later: whether a column was drawn
   const int matrix = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
   const MatrixDescriptor d = a.matrices.descriptors[matrix];
@@ -295,9 +312,11 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
   const bool done = a.pass > 0 ? *s.state != LargeState::active : a.keep_flags && a.flags[matrix] != 0;
   if (thread == 0) infinite[0] = 0;
   __syncthreads();
-  for (int k = thread; a.pass == 0 && !done && k < d.rank; k += kThreads) {
+  for (int k = thread; !done && k < s.size; k += kThreads) {
+    const double square = s.square[static_cast<int64_t>(k) * s.size + k];
+    s.scale[k] = k >= d.rank ? 1.0 : square > 0.0 ? 1.0 / square : 0.0;
     // Squares of floats are finite in double, and so is their sum, unless there is a NaN or an Inf.
-    if (!(s.square[static_cast<int64_t>(k) * s.size + k] < 1e300)) infinite[0] = 1;
+    if (!(square < 1e300)) infinite[0] = 1;
   }
   __syncthreads();
   if (done || infinite[0] != 0) {
@@ -306,16 +325,11 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
     return;
   }
   if (thread == 0 && a.pass == 0 && !a.keep_flags) a.flags[matrix] = 0;
-  const Staged staged{shared, shared + kSquareTile * kStride, dependent};
-  scale_gram(s, d.rank);
+  double* const inverse = shared + kSquareTile * kStride;
   double smallest = 1.0;
   for (int j = 0; j < s.size / kSquareTile; ++j) {
-    smallest = fmin(smallest, eliminate(s, j, staged));
-    invert_above(s, j, staged);
-  }
-  for (int k = 0; k < d.rank; ++k) {
-    double* const row = s.square + static_cast<int64_t>(k) * s.size;
-    for (int c = k + thread; c < d.rank; c += kThreads) row[c] = exact_weight(row[c] * s.scale[k]);
+    smallest = fmin(smallest, factor_tile(s, d.rank, j, shared, inverse));
+    eliminate<kSquareTile>(s.square, s.size, s.size / kSquareTile, j, inverse);
   }
   count_draws(a, s, d.rank, infinite);
   if (thread == 0) {
@@ -323,54 +337,86 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
   }
 }
 
-// Computes 4 x 4 elements of in * weights from the staged rows of `in`; draws dependent columns.
+// Returns the distance of staged rows, in floats: a multiple of 8, plus 4 against bank conflicts.
+__host__ __device__ __forceinline__ int row_stride(int rank) {
+  return (rank + 7) / 8 * 8 + 4;
+}
+
+// Computes, with one warp, 32 x 32 elements of in * weights from the staged rows of `in`; draws dependent
+// columns.
 __device__ __forceinline__ void weigh(const LargeArgs& a, const MatrixDescriptor& d, const LargeMatrix& m,
-                                      const LargeScratch& s, const float* rows, int32_t row0, int row,
-                                      int column) {
-  double acc[4][4] = {};
-  const int end = min(column + 4, m.rank);
-  for (int k = 0; k < end; ++k) {
-    const double* const weights = s.square + static_cast<int64_t>(k) * s.size + column;
+                                      const LargeScratch& s, const float* rows, int32_t row0, int column) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, stride = row_stride(m.rank);
+  const float* const x = rows + lane / 4 * stride + lane % 4;
+  const double* weights = s.square + static_cast<int64_t>(lane % 4) * s.size + column + lane / 4;
+  double sum[4][4][2] = {}, next[4];
+#pragma unroll
+  for (int t = 0; t < 4; ++t) next[t] = weights[8 * t];
+  const int end = min(column + kWarpSide, m.rank);
+#pragma unroll 1
+  for (int k = 0; k < end; k += 4) {
     double w[4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) w[c] = weights[c];
+    for (int t = 0; t < 4; ++t) w[t] = exact_weight(next[t]);
+    weights += k + 4 < end ? 4 * int64_t{s.size} : 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const double x = rows[(row + i) * m.rank + k];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) acc[i][c] = fma(x, w[c], acc[i][c]);
-    }
+    for (int t = 0; t < 4; ++t) next[t] = weights[8 * t];
+    add_products(x + k, 8 * stride, w, sum);
   }
   const uint64_t step = a.step != nullptr ? *a.step : 0;
 #pragma unroll
-  for (int e = 0; e < 16; ++e) {
-    const int32_t at = row0 + row + e / 4;
-    const int k = column + e % 4;
-    if (at >= m.n || k >= m.rank) continue;
+  for (int e = 0; e < 8; ++e) {
+    const int k = column + e / 2 * 8 + lane % 4 * 2 + e % 2;
+    if (k >= m.rank) continue;
     const int c = column_of(a, s, k), draws = s.dependent[k];
-    const float value =
-        draws == 0 ? static_cast<float>(acc[e / 4][e % 4])
-                   : reseed_value(a.seed, step, d.seed_id, static_cast<int>(a.which), c, draws - 1, at);
-    m.out[static_cast<int64_t>(at) * m.rank + c] = value;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int32_t at = row0 + 8 * i + lane / 4;
+      if (at >= m.n) continue;
+      const float value =
+          draws == 0 ? static_cast<float>(sum[i][e / 2][e % 2])
+                     : reseed_value(a.seed, step, d.seed_id, static_cast<int>(a.which), c, draws - 1, at);
+      m.out[static_cast<int64_t>(at) * m.rank + c] = value;
+    }
   }
 }
 
-__global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ LargeArgs a) {
+// Stages rows of A in the background, with columns in the order of elimination; 0 outside A.
+__device__ __forceinline__ void stage_ordered_rows(const LargeArgs& a, const LargeMatrix& m,
+                                                   const LargeScratch& s, int32_t row0, float* rows) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, stride = row_stride(m.rank);
+  for (int k = static_cast<int>(threadIdx.x) % 32; k < stride; k += 32) {
+    const float* const from = m.in + (k < m.rank ? column_of(a, s, k) : 0);
+    for (int row = warp; row < kRows; row += kWarps) {
+      copy_async<4>(rows + row * stride + k, from + static_cast<int64_t>(row0 + row) * m.rank,
+                    k < m.rank && row0 + row < m.n);
+    }
+  }
+  end_copies();
+}
+
+__global__ void __launch_bounds__(kThreads, 2) rows_kernel(const __grid_constant__ LargeArgs a) {
   GW_DYNAMIC_SHARED(float, rows);
   const MatrixDescriptor d = a.matrices.descriptors[blockIdx.y];
   const LargeMatrix m = matrix_of(a, d);
-  const int32_t row0 = static_cast<int32_t>(blockIdx.x) * kRows;
-  if (d.rank <= kMaxSmallRank || row0 >= m.n) return;
   const LargeScratch s(a.scratch + d.scratch, d.rank);
-  if (*s.state == LargeState::done) return;
-  for (int item = static_cast<int>(threadIdx.x); item < kRows * m.rank; item += kThreads) {
-    const int row = item / m.rank, column = column_of(a, s, item % m.rank);
-    rows[item] = row0 + row < m.n ? m.in[static_cast<int64_t>(row0 + row) * m.rank + column] : 0.0f;
-  }
-  __syncthreads();
-  const int quads = (m.rank + 3) / 4;
-  for (int item = static_cast<int>(threadIdx.x); item < quads * (kRows / 4); item += kThreads) {
-    weigh(a, d, m, s, rows, row0, item / quads * 4, item % quads * 4);
+  int32_t row0 = static_cast<int32_t>(blockIdx.x) * kRows;
+  if (d.rank <= kMaxSmallRank || row0 >= m.n || *s.state == LargeState::done) return;
+  constexpr int kHigh = kRows / kWarpSide;
+  const int warp = static_cast<int>(threadIdx.x) / 32, wide = (m.rank + kWarpSide - 1) / kWarpSide;
+#pragma unroll 1
+  for (; row0 < m.n; row0 += static_cast<int32_t>(gridDim.x) * kRows) {
+    stage_ordered_rows(a, m, s, row0, rows);
+    wait_for_copies<0>();
+    __syncthreads();
+    // The last columns, which take longest, first; then the other way round, for warps of equal work.
+    for (int turn = 0; turn * kWarps < kHigh * wide; ++turn) {
+      const int item = turn * kWarps + (turn % 2 == 0 ? warp : kWarps - 1 - warp);
+      if (item >= kHigh * wide) continue;
+      const int row = item % kHigh * kWarpSide, column = (wide - 1 - item / kHigh) * kWarpSide;
+      weigh(a, d, m, s, rows + row * row_stride(m.rank), row0 + row, column);
+    }
+    __syncthreads();
   }
 }
 
@@ -393,10 +439,12 @@ void orthonormalize_large(CudaStream stream, const Orthonormalize& op) {
               .pass = 0};
   const auto matrices = static_cast<unsigned>(op.table->count());
   const dim3 block(kThreads);
+  int row_blocks = (n + kRows - 1) / kRows;
   for (; a.pass < kPasses; ++a.pass) {
     launch("orthonormalize, Gram matrices", gram_kernel,
            {.grid = dim3(static_cast<unsigned>(lower_tiles(tiles_of(rank))), matrices),
             .block = block,
+            .shared_bytes = sizeof(float) * kGramStages * 2 * kSide,
             .stream = stream},
            a);
     launch("orthonormalize, factors", factor_kernel,
@@ -406,11 +454,13 @@ void orthonormalize_large(CudaStream stream, const Orthonormalize& op) {
             .stream = stream},
            a);
     launch("orthonormalize, rows", rows_kernel,
-           {.grid = dim3(static_cast<unsigned>((n + kRows - 1) / kRows), matrices),
+           {.grid = dim3(static_cast<unsigned>(row_blocks), matrices),
             .block = block,
-            .shared_bytes = sizeof(float) * kRows * static_cast<size_t>(rank),
+            .shared_bytes = sizeof(float) * kRows * static_cast<size_t>(row_stride(rank)),
             .stream = stream},
            a);
+    // Later passes often have nothing to do, and a block that ends at once takes a microsecond.
+    row_blocks = std::min(row_blocks, 8 * multiprocessors() / op.table->count() + 1);
   }
 }
 

@@ -40,25 +40,6 @@ struct Workspace {
   double* scale;                      // (rank) elements
 };
 
-// Adds a b to c, for tiles of 8 x 4, 4 x 8 and 8 x 8. Lane l holds a[l / 4][l % 4], b[l % 4][l / 4],
-// c[l / 4][2 (l % 4)], and the element of c after it.
-__device__ __forceinline__ void multiply_add(double (&c)[2], double a, double b) {
-#ifdef GRADWIRE_SIMT
-  constexpr unsigned kAllLanes = 0xffffffffu;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int k = 0; k < 4; ++k) {
-    const double left = __shfl_sync(kAllLanes, a, lane / 4 * 4 + k);
-    for (int j = 0; j < 2; ++j) {
-      c[j] = fma(left, __shfl_sync(kAllLanes, b, (lane % 4 * 2 + j) * 4 + k), c[j]);
-    }
-  }
-#else
-  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
-      : "+d"(c[0]), "+d"(c[1])
-      : "d"(a), "d"(b));
-#endif
-}
-
 // Loads every eighth column of a row, from `column` on; columns beyond the rank are zero.
 __device__ __forceinline__ void load_columns(const float* from, int column, int rank, bool there,
                                              float (&x)[kTiles]) {

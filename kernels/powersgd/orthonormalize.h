@@ -44,7 +44,7 @@ struct Orthonormalize {
   bool keep_flags = false;
   uint64_t seed = 0;
   const uint64_t* step = nullptr;  // device memory; null means 0
-  double* scratch = nullptr;       // (table->scratch_doubles()); contents are lost
+  double* scratch = nullptr;       // (table->scratch_doubles()), 16-byte aligned; contents are lost
 };
 GW_OP(orthonormalize, Orthonormalize)
 
@@ -111,7 +111,7 @@ GW_HD float reseed_value(uint64_t seed, uint64_t step, int32_t seed_id, int whic
 }
 
 // Rounds a weight to 29 bits, so that its product with a float is exact in FP64. A sum of products then has
-// the same bits with and without fused multiply-adds, and therefore on every processor.
+// the same bits with and without fused multiply-adds, and therefore on every host.
 GW_HD double exact_weight(double weight) {
   constexpr uint64_t kDropped = (uint64_t{1} << 24) - 1;
 #ifdef __CUDA_ARCH__
@@ -152,7 +152,7 @@ enum class LargeState : int32_t { active, last_rows, done };
 struct LargeScratch {
   int size;        // the rank, rounded up to whole tiles
   double* square;  // (size, size)
-  double* scale;   // (size) 1 / norm of each column
+  double* scale;   // (size) 1 / norm of each column, on CUDA its square
   int32_t *orders, *attempts, *dependent;
   LargeState* state;
 

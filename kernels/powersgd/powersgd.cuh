@@ -1,4 +1,5 @@
-// Shared by the PowerSGD kernels: finding a block's matrix, four-column accesses, and register tiles.
+// Shared by the PowerSGD kernels: finding a block's matrix, four-column accesses, register tiles, and
+// products by FP64 tensor cores.
 //
 // A thread owns four columns of a row. In an aligned matrix the four columns are adjacent and take one
 // 16-byte access. Otherwise they are `spread` columns apart, so that each of a warp's four 4-byte accesses is
@@ -222,6 +223,27 @@ __device__ __forceinline__ void add_outer_product(const float* p, const float* q
       }
     }
   }
+}
+
+// Adds a b to c, for tiles of 8 x 4, 4 x 8 and 8 x 8. Lane l holds a[l / 4][l % 4], b[l % 4][l / 4],
+// c[l / 4][2 (l % 4)], and the element of c after it.
+__device__ __forceinline__ void multiply_add(double (&c)[2], double a, double b) {
+#ifdef GRADWIRE_SIMT
+  static double left[1024], right[1024];  // 2 barriers; as shuffles, 12
+  const int thread = static_cast<int>(threadIdx.x), row = thread / 4 * 4;
+  left[thread] = a, right[thread] = b;
+  __syncwarp();
+  for (int k = 0; k < 4; ++k) {
+    for (int j = 0; j < 2; ++j) {
+      c[j] = fma(left[row + k], right[thread / 32 * 32 + (thread % 4 * 2 + j) * 4 + k], c[j]);
+    }
+  }
+  __syncwarp();
+#else
+  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+      : "+d"(c[0]), "+d"(c[1])
+      : "d"(a), "d"(b));
+#endif
 }
 
 }  // namespace gradwire::cuda
