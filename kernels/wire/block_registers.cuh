@@ -297,7 +297,7 @@ __device__ __forceinline__ void encode_held(const RegisterWorker<F>& w, const Re
 template <typename F>
 __device__ __forceinline__ void reduce_encode_registers(RegisterWorker<F>& w, const ReduceEncode& a) {
   constexpr int kHeld = RegisterWorker<F>::kHeld, kStaged = RegisterWorker<F>::kStaged;
-  constexpr int kUnroll = kHeld > 8 ? 1 : 2;  // more takes too many registers
+  [[maybe_unused]] constexpr int kUnroll = kHeld > 8 ? 1 : 2;  // more takes too many registers
   const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
   const RoundingBits draws(a.rounding.seed, step_of(a.rounding),
                            static_cast<uint64_t>(a.rounding.first_element));
