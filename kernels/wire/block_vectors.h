@@ -1,5 +1,6 @@
 // What GCC does not vectorize well in the block formats, eight values at a time: packed codes, small floats
-// with a scale for 16 or 32 values, and Lloyd-Max levels. Bytes and values are those of the formats' own
+// with a scale for 16 or 32 values, rotations and Lloyd-Max levels. Rotations and levels have sixteen at a
+// time where the processor has AVX-512. Bytes and values are those of the formats' own
 // encode and decode, which the reference and CUDA use.
 #pragma once
 
@@ -15,9 +16,65 @@
 #include "kernels/wire/codes.h"
 #include "kernels/wire/eden.h"
 #include "kernels/wire/microscaling.h"
-#include "kernels/wire/rotate_vectors.h"
+
+#ifdef GW_SIMD_CHOOSES
+#include <immintrin.h>
+// Functions for processors for which runs_wide() returns true, and for the others. The first may use WideF32.
+#define GW_WIDE __attribute__((noinline, target("arch=x86-64-v4")))
+#define GW_NARROW __attribute__((noinline, target_clones("arch=x86-64-v3", "default")))
+
+namespace gradwire {
+
+// Sixteen lanes in one register of AVX-512.
+using WideF32 = float __attribute__((vector_size(64)));
+using WideI32 = int32_t __attribute__((vector_size(64)));
+using WideU32 = uint32_t __attribute__((vector_size(64)));
+template <>
+struct Lanes<WideF32> {
+  using I32 = WideI32;
+  using U32 = WideU32;
+  static constexpr I32 kIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+};
+
+}  // namespace gradwire
+#else
+#define GW_NARROW
+#endif
 
 namespace gradwire::host {
+
+inline constexpr int kWidth = kLanes<F32x8>;
+
+template <typename V>
+GW_INLINE auto magnitudes(const V& x) {
+  return words_of(x) & 0x7fffffffu;
+}
+GW_INLINE F32x8 floats_of(const U32x8& words) {
+  return std::bit_cast<F32x8>(words);
+}
+GW_INLINE F32x8 with_sign_of(const F32x8& magnitude, const F32x8& x) {
+  return floats_of(words_of(magnitude) | (words_of(x) & 0x80000000u));
+}
+
+// Replaces infinity by the largest finite float of its sign.
+GW_INLINE F32x8 saturated(const F32x8& x) {
+  return floats_of(words_of(x) + std::bit_cast<U32x8>(magnitudes(x) == 0x7f800000u));
+}
+
+#ifdef GW_WIDE
+inline constexpr int kRoundAsSet = 4;
+GW_INLINE WideF32 floats_of(const WideU32& words) {
+  return std::bit_cast<WideF32>(words);
+}
+GW_INLINE WideF32 saturated(const WideF32& x) {
+  constexpr int kLeastMagnitude = 2;  // with the sign of the first operand
+  return __builtin_ia32_rangeps512_mask(x, WideF32{} + 0x1.fffffep127f, kLeastMagnitude, x, -1, kRoundAsSet);
+}
+GW_INLINE WideU32 larger(const WideU32& a, const WideU32& b) {
+  return std::bit_cast<WideU32>(
+      __builtin_ia32_pmaxud512_mask(std::bit_cast<WideI32>(a), std::bit_cast<WideI32>(b), WideI32{}, -1));
+}
+#endif
 
 // The layouts of codes.h. (GCC 12 converts vectors of bytes to vectors of words byte by byte.)
 
@@ -55,7 +112,9 @@ GW_INLINE void pack_words(const uint32_t* codes, int n, int from, uint8_t* bytes
   for (; j + 16 <= m; j += 16) {
 #ifdef GW_WIDE
     if constexpr (std::is_same_v<Words, WideU32>) {
-      store(bytes + j, low_bytes(at(j, WideU32{})));
+      using Bytes = char __attribute__((vector_size(16)));
+      const auto words = std::bit_cast<WideI32>(at(j, WideU32{}));
+      store(bytes + j, __builtin_ia32_pmovdb512_mask(words, Bytes{}, -1));
       continue;
     }
 #endif
@@ -140,6 +199,116 @@ GW_INLINE U32x8 e8m0_scales(const U32x8& bits, int exponent, float fraction) {
   byte = byte > 253 - exponent ? I32x8{} + (253 - exponent) : byte;
   return std::bit_cast<U32x8>(byte < 1 ? I32x8{} + 1 : byte);
 }
+
+// Returns y and y's partners, whose lane differs in bit kBit, as sums where the bit is 0 and as differences
+// where it is 1.
+template <int kBit>
+GW_INLINE F32x8 butterfly(const F32x8& y) {
+  const I32x8 index = Lanes<F32x8>::kIndex;
+  const U32x8 minus = std::bit_cast<U32x8>((index & kBit) != 0) & 0x80000000u;
+  return __builtin_shuffle(y, index ^ kBit) + floats_of(words_of(y) ^ minus);
+}
+#ifdef GW_WIDE
+template <int kBit>
+GW_INLINE WideF32 butterfly(const WideF32& y) {
+  const WideI32 index = Lanes<WideF32>::kIndex;
+  const WideF32 sign = (index & kBit) != 0 ? WideF32{} - 1.0f : WideF32{} + 1.0f;
+  // The product is exact, so this rounds once, as an addition does.
+  return __builtin_ia32_vfmaddps512_mask(y, sign, __builtin_shuffle(y, index ^ kBit), -1, kRoundAsSet);
+}
+#endif
+
+// V: the vector that holds values.
+template <typename V>
+struct RotatingLane {
+  // Does the same as rotate_block and rotate_block_back of block.h, with the steps before and after the
+  // butterflies in registers. n is a power of two, at least 16.
+  GW_INLINE void rotate(const float* values, int n, float scale, float* to) const {
+    hadamard(
+        n, to, [=](int i) GW_HD_LAMBDA { return with_sign(scale * load<V>(values + i), i); },
+        [=](int i, const V& x) GW_HD_LAMBDA { store(to + i, x); });
+  }
+  GW_INLINE void rotate_back(float* to, int n) const {
+    rotate_back(to, n, [=](int i, const V& x) GW_HD_LAMBDA { store(to + i, x); });
+  }
+  // Calls take(i, x) with values i, i + 1, ... after the inverse; overwrites `values`.
+  template <typename Take>
+  GW_INLINE void rotate_back(float* values, int n, const Take& take) const {
+    hadamard(
+        n, values, [=](int i) GW_HD_LAMBDA { return kRotationDown * load<V>(values + i); },
+        [&](int i, const V& x) GW_HD_LAMBDA { take(i, with_sign(saturated(kRotationUp * x), i)); });
+  }
+
+ private:
+  using Words = typename Lanes<V>::U32;
+  static constexpr int kStep = kLanes<V>, kInRegisters = 16 * kStep;
+
+  GW_INLINE static V with_sign(const V& x, int i) {
+    return std::bit_cast<V>(words_of(x) ^ load<Words>(kRotationSigns.of + i));
+  }
+  // Transforms n vectors' values from(i), and passes them to `take`. `scratch` has room for n values.
+  template <typename From, typename Take>
+  GW_INLINE static void hadamard(int n, float* scratch, const From& from, const Take& take) {
+    if (n > kInRegisters) {
+      if (n == 2 * kInRegisters) {
+        across<2>(n, scratch, from);
+      } else {
+        across<4>(n, scratch, from);
+      }
+      const auto loaded = [=](int i) GW_HD_LAMBDA { return load<V>(scratch + i); };
+      for (int begin = 0; begin < n; begin += kInRegisters) in_registers<16>(begin, loaded, take);
+    } else {
+      all_in_registers(n, from, take);
+    }
+  }
+  template <int kVectors = 16, typename From, typename Take>
+  GW_INLINE static void all_in_registers(int n, const From& from, const Take& take) {
+    if constexpr (kVectors * kStep > 16) {
+      if (n < kVectors * kStep) return all_in_registers<kVectors / 2>(n, from, take);
+    }
+    in_registers<kVectors>(0, from, take);
+  }
+  template <int kVectors>
+  GW_INLINE static void butterflies(V (&v)[kVectors]) {
+#pragma GCC unroll 5
+    for (int h = kVectors / 2; h > 0; h /= 2) {
+#pragma GCC unroll 16
+      for (int k = 0; k < kVectors; ++k) {
+        if ((k & h) != 0) continue;
+        const V a = v[k], b = v[k + h];
+        v[k] = a + b;
+        v[k + h] = a - b;
+      }
+    }
+  }
+  // Applies the levels between kParts parts of the values.
+  template <int kParts, typename From>
+  GW_INLINE static void across(int n, float* to, const From& from) {
+    for (int i = 0; i < n / kParts; i += kStep) {
+      V v[kParts];
+#pragma GCC unroll 16
+      for (int k = 0; k < kParts; ++k) v[k] = from(i + k * (n / kParts));
+      butterflies(v);
+#pragma GCC unroll 16
+      for (int k = 0; k < kParts; ++k) store(to + i + k * (n / kParts), v[k]);
+    }
+  }
+  // Applies the butterflies to kVectors vectors, and within each.
+  template <int kVectors, typename From, typename Take>
+  GW_INLINE static void in_registers(int begin, const From& from, const Take& take) {
+    V v[kVectors];
+#pragma GCC unroll 16
+    for (int k = 0; k < kVectors; ++k) v[k] = from(begin + k * kStep);
+    butterflies(v);
+#pragma GCC unroll 16
+    for (int k = 0; k < kVectors; ++k) {
+      V y = v[k];
+      if constexpr (kStep == 16) y = butterfly<8>(y);
+      y = butterfly<1>(butterfly<2>(butterfly<4>(y)));
+      take(begin + k * kStep, y);
+    }
+  }
+};
 
 template <int kBits = 5, typename Body>
 GW_INLINE void with_bits(int bits, const Body& body) {
@@ -270,25 +439,25 @@ struct RunLane : RotatingLane<V> {
   // Encode a block of rotated values, and set `decoded` unless it is null; decode a block.
   GW_INLINE void encode_block(const Eden& format, const float* values, uint8_t* to,
                               float* decoded = nullptr) const {
+    alignas(64) uint32_t codes[Eden::kMaxBlock];
+    const int n = format.size;
     with_levels(
         format, [&](const auto& levels) __attribute__((always_inline)) {
-          alignas(64) uint32_t codes[Eden::kMaxBlock];
-          const float scale = encode_levels(levels, values, format.size, codes);
-          with_bits_of(
-              levels, [&](auto bits)
-                          __attribute__((always_inline)) { pack_all<bits, Words>(codes, format.size, to); });
-          put_float(to + format.size * format.bits / 8, scale);
-          if (decoded != nullptr) put_levels(levels, codes, format.size, scale, decoded);
+          const float scale = encode_levels(levels, values, n, codes);
+          put_float(to + n * format.bits / 8, scale);
+          if (decoded != nullptr) put_levels(levels, codes, n, scale, decoded);
         });
+    with_bits(
+        format.bits, [&](auto bits) __attribute__((always_inline)) { pack_all<bits, Words>(codes, n, to); });
   }
   GW_INLINE void decode_block(const Eden& format, const uint8_t* from, float* values) const {
+    alignas(64) uint32_t codes[Eden::kMaxBlock];
+    const int n = format.size;
+    with_bits(
+        format.bits, [&](auto bits) __attribute__((always_inline)) { unpack_all<bits>(from, n, codes); });
     with_levels(
         format, [&](const auto& levels) __attribute__((always_inline)) {
-          alignas(64) uint32_t codes[Eden::kMaxBlock];
-          with_bits_of(
-              levels, [&](auto bits)
-                          __attribute__((always_inline)) { unpack_all<bits>(from, format.size, codes); });
-          put_levels(levels, codes, format.size, get_float(from + format.size * format.bits / 8), values);
+          put_levels(levels, codes, n, get_float(from + n * format.bits / 8), values);
         });
   }
   template <int kMantissa>
@@ -321,15 +490,6 @@ struct RunLane : RotatingLane<V> {
           format.bits, [&](auto bits) __attribute__((always_inline)) { body(Levels<bits>()); });
     } else {
       body(WideLevels(format.bits));
-    }
-  }
-  // Calls body(levels.bits) with a constant.
-  template <typename Of, typename Body>
-  GW_INLINE static void with_bits_of(const Of& levels, const Body& body) {
-    if constexpr (kStep == 8) {
-      body(std::integral_constant<int, Of::bits>());
-    } else {
-      with_bits(levels.bits, body);
     }
   }
   template <typename Of>
@@ -366,11 +526,8 @@ struct RunLane : RotatingLane<V> {
     return best > most ? most : best;
   }
   GW_INLINE static float sum(const V (&x)[kSums]) {
-    if constexpr (kStep == 8) {
-      return sum_of((x[0] + x[2]) + (x[1] + x[3]));
-    } else {
-      return sum_of(std::bit_cast<F32x16>(x[0] + x[1]));
-    }
+    const auto all = std::bit_cast<Pair<F32x16>>(x);
+    return sum_of(all.low + all.high);
   }
   // Returns the largest magnitude of n values, a multiple of 32, as bits.
   GW_INLINE static uint32_t largest_of(const float* values, int n) {
@@ -378,10 +535,9 @@ struct RunLane : RotatingLane<V> {
     for (int i = 0; i < n; i += 32) {
       for (int v = 0; v < kSums; ++v) most[v] = larger(most[v], magnitudes(load<V>(values + i + kStep * v)));
     }
-    for (int v = kSums / 2; v > 0; v /= 2) {
-      for (int k = 0; k < v; ++k) most[k] = larger(most[k], most[k + v]);
-    }
-    return host::largest_of(most[0]);
+    const auto all = std::bit_cast<Pair<U32x16>>(most);
+    const U32x16 rest = larger(all.low, all.high);
+    return host::largest_of(larger(rest.low, rest.high));
   }
   // Returns the largest magnitudes of eight groups of kGroup values, as bits.
   template <int kGroup>
