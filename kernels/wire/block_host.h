@@ -76,7 +76,7 @@ struct SelectingLane {
     all = places_at_least(upper, n, least, at);
     for (int j = 0; j < all; ++j) keys[j] = key(at[j]);
     store(keys + all, U32x8{});
-    const uint32_t last = kth_largest(keys, all, k);
+    const uint32_t last = kth_largest(keys, all, k, least << 16);
     int equal = k;  // number of keys equal to `last` to select
 #pragma omp simd reduction(- : equal)
     for (int j = 0; j < all; ++j) equal -= keys[j] > last ? 1 : 0;
@@ -124,15 +124,23 @@ struct SelectingLane {
  private:
   static constexpr int kMaxKeys = 4096;
 
-  // Returns the k-th largest of n keys of 31 bits, which zeros follow.
-  GW_INLINE uint32_t kth_largest(const uint32_t* keys, int n, int k) const {
+  // Returns the k-th largest of n keys of 31 bits, which zeros follow. At least k keys reach `known`.
+  GW_INLINE uint32_t kth_largest(const uint32_t* keys, int n, int k, int32_t known) const {
+    I32x8 largest = {};
+    for (int i = 0; i < n; i += kWidth) largest = larger(largest, load<I32x8>(keys + i));
+    const int32_t most = host::largest_of(largest);
     int32_t least = 0;
     for (int bit = 30; bit >= 0; --bit) {
       const int32_t tried = least | 1 << bit;
+      if (tried > most) continue;
+      if (tried <= known) {
+        least = tried;
+        continue;
+      }
       I32x8 sums = {};
-      for (int i = 0; i < n; i += kWidth) sums -= std::bit_cast<I32x8>(load<U32x8>(keys + i)) >= tried;
-      int reach = 0;
-      for (int lane = 0; lane < kWidth; ++lane) reach += sums[lane];
+      for (int i = 0; i < n; i += kWidth) sums -= load<I32x8>(keys + i) >= tried;
+      sums += __builtin_shuffle(sums, I32x8{4, 5, 6, 7, 0, 1, 2, 3});
+      const int reach = (sums[0] + sums[1]) + (sums[2] + sums[3]);
       if (reach >= k) least = tried;
       if (reach == k) break;
     }
@@ -203,7 +211,8 @@ struct SelectingLane {
   };
 };
 
-struct OneLane : SelectingLane, RunLane {
+template <typename V>
+struct OneLane : SelectingLane, RunLane<V> {
   template <typename Body>
   GW_INLINE void each(int n, const Body& body) const {
 #pragma omp simd
@@ -290,7 +299,7 @@ struct OneLane : SelectingLane, RunLane {
     }
     alignas(64) uint32_t codes[kMaxCodes];
     each(n, [&](int i) { codes[i] = code(i); });
-    pack_all<kBits>(codes, n, bytes);
+    pack_all<kBits, typename Lanes<V>::U32>(codes, n, bytes);
   }
   template <int kBits, typename Take>
   GW_INLINE void unpack(const uint8_t* bytes, int n, int count, const Take& take) const {
@@ -329,6 +338,8 @@ struct HostBlocks {
   void (*decode)(const void* coder, const uint8_t* wire, int64_t count, int64_t first, int64_t last,
                  float* values);
 };
+// Returns whether the functions of GW_WIDE run on this processor.
+bool runs_wide();
 void reduce_encode_blocks(const HostBlocks& format, const ReduceEncode& a);
 void decode_blocks(const HostBlocks& format, const Decode& a);
 
@@ -341,7 +352,25 @@ GW_INLINE int values_in(const BlockCoder<F>& coder, int64_t count, int64_t block
 
 namespace {  // internal to each file: the compiler clones these functions for each instruction set
 
-// Encode or decode blocks. Each function copies the coder, so that the coder's options stay in registers.
+// Runs kBody, compiled for the processors that have V as a register.
+template <auto kBody, typename... Args>
+GW_NARROW void run_narrow(Args... args) {
+  kBody(args...);
+}
+#ifdef GW_WIDE
+template <auto kBody, typename... Args>
+GW_WIDE void run_wide(Args... args) {
+  kBody(args...);
+}
+#endif
+template <typename V, auto kBody, typename... Args>
+void compiled(Args... args) {
+#ifdef GW_WIDE
+  if constexpr (std::is_same_v<V, WideF32>) return run_wide<kBody>(args...);
+#endif
+  run_narrow<kBody>(args...);
+}
+
 // Sink that stores the residual: values minus decoded values.
 struct KeepRest {
   const float* values;
@@ -350,10 +379,18 @@ struct KeepRest {
   GW_INLINE void put(int i, float sent) const {
     residual[i] = kFinite ? values[i] - sent : rest_of<false>(values[i], sent);
   }
-  template <bool kFar>
-  GW_INLINE void put_vector(int i, const F32x8& sent) const {
-    const F32x8 rest = load<F32x8>(values + i) - sent;
+  template <bool kFar, typename V>
+  GW_INLINE void put_vector(int i, const V& sent) const {
+    const V rest = load<V>(values + i) - sent;
     store(residual + i, kFar ? saturated(rest) : rest);
+  }
+};
+// Sink that stores the decoded values.
+struct KeepSent {
+  float* sent;
+  template <bool kFinite>
+  GW_INLINE void put(int i, float x) const {
+    sent[i] = x;
   }
 };
 // True if a format's encode takes a sink for the decoded values. Asks with the coder's own place of a block:
@@ -361,96 +398,145 @@ struct KeepRest {
 template <typename F>
 inline constexpr bool takes_sink = requires(const BlockCoder<F> coder, const float* values, uint8_t* wire,
                                             KeepRest keep) {
-  coder.format.encode(OneLane(), values, 0, nullptr, coder.place(wire, 0, 0), keep);
+  coder.format.encode(OneLane<F32x8>(), values, 0, nullptr, coder.place(wire, 0, 0), keep);
 }
 || requires(const BlockCoder<F> coder, const float* values, uint8_t* wire, float* scratch, KeepRest keep) {
-  coder.format.encode(OneLane(), values, 0, nullptr, coder.place(wire, 0, 0), scratch, keep);
+  coder.format.encode(OneLane<F32x8>(), values, 0, nullptr, coder.place(wire, 0, 0), scratch, keep);
 };
 
-// True if RunLane encodes runs of the format.
+// True if RunLane encodes runs of the format, if not rotated.
 template <typename F>
 inline constexpr bool encodes_runs = requires(const F format, const float* values, uint8_t* wire) {
-  OneLane().encode_run(format, values, static_cast<const uint16_t*>(nullptr), wire, NoSink());
+  OneLane<F32x8>().encode_run(format, values, static_cast<const uint16_t*>(nullptr), wire, NoSink());
 };
-// Encodes blocks [first, last) and returns true if they are a whole run of finite values.
-template <typename F, typename Sink>
-GW_INLINE bool encode_run(const BlockCoder<F>& coder, const float* values, int64_t count, int64_t first,
-                          int64_t last, const uint16_t* random, uint8_t* wire, const Sink& sink) {
-  if constexpr (encodes_runs<F>) {
+// True if encode_rotated() encodes blocks of the format, if rotated.
+template <typename F>
+inline constexpr bool reports_rotated = std::is_same_v<F, Eden> ||
+                                        (takes_sink<F> && F::kRotation == Rotation::optional);
+
+// The ops of HostBlocks. V: the vector that holds values. The functions copy the coder, so that its options
+// stay in registers.
+template <typename F, typename V>
+struct BlockLoops {
+  static constexpr OneLane<V> kLane = {};
+
+  GW_INLINE static bool whole_run(const BlockCoder<F>& coder, int64_t count, int64_t first, int64_t last) {
     const int64_t n = coder.block();
-    return (last - first) * n == std::max<int64_t>(n, OneLane::kRun) && last * n <= count &&
-           (F::kRotation == Rotation::always || !coder.rotates()) &&
-           OneLane().encode_run(coder.format, values, random, coder.place(wire, count, first), sink);
+    return (last - first) * n == std::max<int64_t>(n, kLane.kRun) && last * n <= count;
   }
-  return false;
-}
-
-template <typename F>
-GW_SIMD void encode_each(const void* its_coder, const float* values, int64_t count, int64_t first,
-                         int64_t last, const uint16_t* random, uint8_t* wire) {
-  alignas(64) float scratch[F::kMaxBlock];
-  const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
-  const int n = coder.block();
-  if constexpr (F::kRotation != Rotation::always) {  // the other formats have RunLane::encode_block
-    if (encode_run(coder, values, count, first, last, random, wire, NoSink())) return;
+  GW_INLINE static void encode(const void* its_coder, const float* values, int64_t count, int64_t first,
+                               int64_t last, const uint16_t* random, uint8_t* wire) {
+    alignas(64) float scratch[F::kMaxBlock];
+    const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
+    const int n = coder.block();
+    if constexpr (encodes_runs<F>) {
+      if (!coder.rotates() && whole_run(coder, count, first, last) &&
+          kLane.encode_run(coder.format, values, random, coder.place(wire, count, first), NoSink()))
+        return;
+    }
+    for (int64_t block = first; block < last; ++block) {
+      coder.encode(kLane, values, values_in(coder, count, block), random, coder.place(wire, count, block),
+                   scratch);
+      values += n;
+      if (random != nullptr) random += n;
+    }
   }
-  for (int64_t block = first; block < last; ++block) {
-    coder.encode(OneLane(), values, values_in(coder, count, block), random, coder.place(wire, count, block),
-                 scratch);
-    values += n;
-    if (random != nullptr) random += n;
+  GW_INLINE static void decode(const void* its_coder, const uint8_t* wire, int64_t count, int64_t first,
+                               int64_t last, float* values) {
+    const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
+    const int n = coder.block();
+    for (int64_t block = first; block < last; ++block, values += n)
+      coder.decode(kLane, coder.place(wire, count, block), values_in(coder, count, block), values);
   }
-}
-
-template <typename F>
-GW_SIMD void decode_each(const void* its_coder, const uint8_t* wire, int64_t count, int64_t first,
-                         int64_t last, float* values) {
-  const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
-  const int n = coder.block();
-  for (int64_t block = first; block < last; ++block, values += n) {
-    coder.decode(OneLane(), coder.place(wire, count, block), values_in(coder, count, block), values);
-  }
-}
-
-template <typename F>
-GW_SIMD void encode_with_residual_each(const void* its_coder, const float* values, int64_t count,
+  // Encodes whole blocks and returns true, or returns false if a value is not finite.
+  GW_INLINE static bool encode_rotated(const BlockCoder<F>& coder, const float* values, int64_t count,
                                        int64_t first, int64_t last, const uint16_t* random, uint8_t* wire,
                                        float* residual) {
-  alignas(64) float sent[std::max(F::kMaxBlock, OneLane::kRun)];
-  const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
-  if (encode_run(coder, values, count, first, last, random, wire, KeepRest{values, residual})) return;
-  const int n = coder.block();
-  if constexpr (!takes_sink<F>) {
-    encode_each<F>(its_coder, values, count, first, last, random, wire);
-    decode_each<F>(its_coder, wire, count, first, last, sent);
-    const auto all = static_cast<int>(std::min(count, last * n) - first * n);
-    for (int i = 0; i < all; ++i) residual[i] = rest_of<true>(values[i], sent[i]);
-    return;
-  }
-  for (int64_t block = first; block < last; ++block, values += n, residual += n) {
-    const int here = values_in(coder, count, block);
-    const auto to = coder.place(wire, count, block);
-    if (here == n) {
-      coder.encode_values(OneLane(), values, n, random, to, sent, KeepRest{values, residual});
-    } else {
-      coder.encode_values(OneLane(), values, here, random, to, sent);
-      coder.format.decode(OneLane(), coder.place(static_cast<const uint8_t*>(wire), count, block), here,
-                          sent);
-      for (int i = 0; i < here; ++i) residual[i] = rest_of<false>(values[i], sent[i]);
+    alignas(64) float x[F::kMaxBlock];
+    const int n = coder.block();
+    for (int64_t block = first; block < last; ++block, values += n, residual += n) {
+      kLane.rotate(values, n, 1.0f / static_cast<float>(n), x);
+      if (!is_finite(x[0])) return false;  // a sum of all values
+      const auto to = coder.place(wire, count, block);
+      if constexpr (std::is_same_v<F, Eden>) {
+        kLane.encode_block(coder.format, x, to, x);
+      } else {
+        coder.encode_values(kLane, static_cast<const float*>(x), n, random, to, x, KeepSent{x});
+      }
+      const KeepRest keep{values, residual};
+      kLane.rotate_back(x, n,
+                        [=](int i, const V& sent) GW_HD_LAMBDA { keep.template put_vector<true>(i, sent); });
+      if (random != nullptr) random += n;
     }
-    if (random != nullptr) random += n;
+    return true;
   }
-}
+  // Returns whether all values were encoded.
+  GW_INLINE static bool encode_fast(const BlockCoder<F>& coder, const float* values, int64_t count,
+                                    int64_t first, int64_t last, const uint16_t* random, uint8_t* wire,
+                                    float* residual) {
+    if (coder.rotates()) {
+      if constexpr (reports_rotated<F>) {
+        return last * coder.block() <= count &&
+               encode_rotated(coder, values, count, first, last, random, wire, residual);
+      }
+    } else if constexpr (encodes_runs<F>) {
+      return whole_run(coder, count, first, last) &&
+             kLane.encode_run(coder.format, values, random, coder.place(wire, count, first),
+                              KeepRest{values, residual});
+    }
+    return false;
+  }
+  GW_INLINE static void encode_with_residual(const void* its_coder, const float* values, int64_t count,
+                                             int64_t first, int64_t last, const uint16_t* random,
+                                             uint8_t* wire, float* residual) {
+    alignas(64) float sent[std::max(F::kMaxBlock, OneLane<V>::kRun)];
+    const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
+    if (encode_fast(coder, values, count, first, last, random, wire, residual)) return;
+    const int n = coder.block();
+    if (!takes_sink<F> || coder.rotates()) {
+      compiled<V, BlockLoops::encode>(its_coder, values, count, first, last, random, wire);
+      compiled<V, BlockLoops::decode>(its_coder, static_cast<const uint8_t*>(wire), count, first, last,
+                                      static_cast<float*>(sent));
+      const auto all = static_cast<int>(std::min(count, last * n) - first * n);
+      for (int i = 0; i < all; ++i) residual[i] = rest_of<true>(values[i], sent[i]);
+      return;
+    }
+    if constexpr (takes_sink<F>) {
+      for (int64_t block = first; block < last; ++block, values += n, residual += n) {
+        const int here = values_in(coder, count, block);
+        const auto to = coder.place(wire, count, block);
+        if (here == n) {
+          coder.encode_values(kLane, values, n, random, to, sent, KeepRest{values, residual});
+        } else {
+          coder.encode_values(kLane, values, here, random, to, sent);
+          coder.format.decode(kLane, coder.place(static_cast<const uint8_t*>(wire), count, block), here,
+                              sent);
+          for (int i = 0; i < here; ++i) residual[i] = rest_of<false>(values[i], sent[i]);
+        }
+        if (random != nullptr) random += n;
+      }
+    }
+  }
+};
 
-template <typename F>
+template <typename F, typename V>
 HostBlocks host_blocks(const BlockCoder<F>& coder) {
-  HostBlocks blocks{&coder,         coder.block(), F::kStochastic, coder.far(),
-                    encode_each<F>, nullptr,       decode_each<F>};
-  if constexpr (takes_sink<F> || encodes_runs<F>) {
-    if (F::kRotation == Rotation::always || !coder.rotates())
-      blocks.encode_with_residual = encode_with_residual_each<F>;
+  using Loops = BlockLoops<F, V>;
+  HostBlocks blocks{&coder, coder.block(), F::kStochastic, coder.far(), nullptr, nullptr, nullptr};
+  blocks.encode = compiled<V, Loops::encode>;
+  blocks.decode = compiled<V, Loops::decode>;
+  if constexpr (takes_sink<F> || encodes_runs<F> || reports_rotated<F>) {
+    if (!coder.rotates() || reports_rotated<F>)
+      blocks.encode_with_residual = compiled<V, Loops::encode_with_residual>;
   }
   return blocks;
+}
+template <typename F>
+HostBlocks host_blocks(const BlockCoder<F>& coder) {
+#ifdef GW_WIDE
+  if (runs_wide()) return host_blocks<F, WideF32>(coder);
+#endif
+  return host_blocks<F, F32x8>(coder);
 }
 
 }  // namespace

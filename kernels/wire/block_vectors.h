@@ -1,5 +1,6 @@
 // What GCC does not vectorize well in the block formats, eight values at a time: packed codes, small floats
-// with a scale for 16 or 32 values, and Lloyd-Max levels. Bytes and values are those of the formats' own
+// with a scale for 16 or 32 values, rotations and Lloyd-Max levels. Rotations and levels have sixteen at a
+// time where the processor has AVX-512. Bytes and values are those of the formats' own
 // encode and decode, which the reference and CUDA use.
 #pragma once
 
@@ -16,11 +17,36 @@
 #include "kernels/wire/eden.h"
 #include "kernels/wire/microscaling.h"
 
+#ifdef GW_SIMD_CHOOSES
+#include <immintrin.h>
+// Functions for processors for which runs_wide() returns true, and for the others. The first may use WideF32.
+#define GW_WIDE __attribute__((noinline, target("arch=x86-64-v4")))
+#define GW_NARROW __attribute__((noinline, target_clones("arch=x86-64-v3", "default")))
+
+namespace gradwire {
+
+// Sixteen lanes in one register of AVX-512.
+using WideF32 = float __attribute__((vector_size(64)));
+using WideI32 = int32_t __attribute__((vector_size(64)));
+using WideU32 = uint32_t __attribute__((vector_size(64)));
+template <>
+struct Lanes<WideF32> {
+  using I32 = WideI32;
+  using U32 = WideU32;
+  static constexpr I32 kIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+};
+
+}  // namespace gradwire
+#else
+#define GW_NARROW
+#endif
+
 namespace gradwire::host {
 
 inline constexpr int kWidth = kLanes<F32x8>;
 
-GW_INLINE U32x8 magnitudes(const F32x8& x) {
+template <typename V>
+GW_INLINE auto magnitudes(const V& x) {
   return words_of(x) & 0x7fffffffu;
 }
 GW_INLINE F32x8 floats_of(const U32x8& words) {
@@ -34,6 +60,21 @@ GW_INLINE F32x8 with_sign_of(const F32x8& magnitude, const F32x8& x) {
 GW_INLINE F32x8 saturated(const F32x8& x) {
   return floats_of(words_of(x) + std::bit_cast<U32x8>(magnitudes(x) == 0x7f800000u));
 }
+
+#ifdef GW_WIDE
+inline constexpr int kRoundAsSet = 4;
+GW_INLINE WideF32 floats_of(const WideU32& words) {
+  return std::bit_cast<WideF32>(words);
+}
+GW_INLINE WideF32 saturated(const WideF32& x) {
+  constexpr int kLeastMagnitude = 2;  // with the sign of the first operand
+  return __builtin_ia32_rangeps512_mask(x, WideF32{} + 0x1.fffffep127f, kLeastMagnitude, x, -1, kRoundAsSet);
+}
+GW_INLINE WideU32 larger(const WideU32& a, const WideU32& b) {
+  return std::bit_cast<WideU32>(
+      __builtin_ia32_pmaxud512_mask(std::bit_cast<WideI32>(a), std::bit_cast<WideI32>(b), WideI32{}, -1));
+}
+#endif
 
 // The layouts of codes.h. (GCC 12 converts vectors of bytes to vectors of words byte by byte.)
 
@@ -57,20 +98,29 @@ GW_INLINE void put_bytes(const U32x8& low, const U32x8& high, uint8_t* to) {
   std::memcpy(to, bytes, kCount);
 }
 
-// Packs bits [from, from + kBits) of n codes; ignores the other bits.
-template <int kBits>
+// Packs bits [from, from + kBits) of n codes; ignores the other bits. Words: the vector that holds codes.
+template <int kBits, typename Words>
 GW_INLINE void pack_words(const uint32_t* codes, int n, int from, uint8_t* bytes) {
   constexpr uint32_t kMask = (1u << kBits) - 1u;
   const int m = n * kBits / 8;
-  const auto at = [=](int j) __attribute__((always_inline)) {
-    U32x8 byte = {};
+  const auto at = [=](int j, auto byte) __attribute__((always_inline)) {
     for (int part = 0; part < 8 / kBits; ++part)
-      byte |= ((load<U32x8>(codes + part * m + j) >> from) & kMask) << (part * kBits);
+      byte |= ((load<decltype(byte)>(codes + part * m + j) >> from) & kMask) << (part * kBits);
     return byte;
   };
   int j = 0;
-  for (; j + 16 <= m; j += 16) put_bytes<16>(at(j), at(j + 8), bytes + j);
-  for (; j + 8 <= m; j += 8) put_bytes<8>(at(j), U32x8{}, bytes + j);
+  for (; j + 16 <= m; j += 16) {
+#ifdef GW_WIDE
+    if constexpr (std::is_same_v<Words, WideU32>) {
+      using Bytes = char __attribute__((vector_size(16)));
+      const auto words = std::bit_cast<WideI32>(at(j, WideU32{}));
+      store(bytes + j, __builtin_ia32_pmovdb512_mask(words, Bytes{}, -1));
+      continue;
+    }
+#endif
+    put_bytes<16>(at(j, U32x8{}), at(j + 8, U32x8{}), bytes + j);
+  }
+  for (; j + 8 <= m; j += 8) put_bytes<8>(at(j, U32x8{}), U32x8{}, bytes + j);
   for (; j < m; ++j) {
     uint32_t byte = 0;
     for (int part = 0; part < 8 / kBits; ++part)
@@ -99,11 +149,11 @@ GW_INLINE void unpack_words(const uint8_t* bytes, int n, int to, uint32_t* codes
     }
   }
 }
-template <int kBits>
+template <int kBits, typename Words = U32x8>
 GW_INLINE void pack_all(const uint32_t* codes, int n, uint8_t* bytes) {
   constexpr int kLower = lower_code_bits(kBits);
-  pack_words<kLower>(codes, n, 0, bytes);
-  if constexpr (kLower < kBits) pack_words<kBits - kLower>(codes, n, kLower, bytes + n * kLower / 8);
+  pack_words<kLower, Words>(codes, n, 0, bytes);
+  if constexpr (kLower < kBits) pack_words<kBits - kLower, Words>(codes, n, kLower, bytes + n * kLower / 8);
 }
 template <int kBits>
 GW_INLINE void unpack_all(const uint8_t* bytes, int n, uint32_t* codes) {
@@ -150,108 +200,193 @@ GW_INLINE U32x8 e8m0_scales(const U32x8& bits, int exponent, float fraction) {
   return std::bit_cast<U32x8>(byte < 1 ? I32x8{} + 1 : byte);
 }
 
+// Returns y and y's partners, whose lane differs in bit kBit, as sums where the bit is 0 and as differences
+// where it is 1.
+template <int kBit>
+GW_INLINE F32x8 butterfly(const F32x8& y) {
+  const I32x8 index = Lanes<F32x8>::kIndex;
+  const U32x8 minus = std::bit_cast<U32x8>((index & kBit) != 0) & 0x80000000u;
+  return __builtin_shuffle(y, index ^ kBit) + floats_of(words_of(y) ^ minus);
+}
+#ifdef GW_WIDE
+template <int kBit>
+GW_INLINE WideF32 butterfly(const WideF32& y) {
+  const WideI32 index = Lanes<WideF32>::kIndex;
+  const WideF32 sign = (index & kBit) != 0 ? WideF32{} - 1.0f : WideF32{} + 1.0f;
+  // The product is exact, so this rounds once, as an addition does.
+  return __builtin_ia32_vfmaddps512_mask(y, sign, __builtin_shuffle(y, index ^ kBit), -1, kRoundAsSet);
+}
+#endif
+
+// V: the vector that holds values.
+template <typename V>
 struct RotatingLane {
   // Does the same as rotate_block and rotate_block_back of block.h, with the steps before and after the
   // butterflies in registers. n is a power of two, at least 16.
   GW_INLINE void rotate(const float* values, int n, float scale, float* to) const {
     hadamard(
-        values, n, to, [=](const F32x8& x, int i) GW_HD_LAMBDA { return with_sign(words_of(scale * x), i); },
-        AsIs());
+        n, to, [=](int i) GW_HD_LAMBDA { return with_sign(scale * load<V>(values + i), i); },
+        [=](int i, const V& x) GW_HD_LAMBDA { store(to + i, x); });
   }
-  GW_INLINE void rotate_back(float* values, int n) const {
+  GW_INLINE void rotate_back(float* to, int n) const {
+    rotate_back(to, n, [=](int i, const V& x) GW_HD_LAMBDA { store(to + i, x); });
+  }
+  // Calls take(i, x) with values i, i + 1, ... after the inverse; overwrites `values`.
+  template <typename Take>
+  GW_INLINE void rotate_back(float* values, int n, const Take& take) const {
     hadamard(
-        values, n, values, [](const F32x8& x, int) GW_HD_LAMBDA { return kRotationDown * x; },
-        [](const F32x8& x, int i)
-            GW_HD_LAMBDA { return with_sign(words_of(saturated(kRotationUp * x)), i); });
+        n, values, [=](int i) GW_HD_LAMBDA { return kRotationDown * load<V>(values + i); },
+        [&](int i, const V& x) GW_HD_LAMBDA { take(i, with_sign(saturated(kRotationUp * x), i)); });
   }
 
  private:
-  struct AsIs {
-    GW_INLINE F32x8 operator()(const F32x8& x, int) const { return x; }
-  };
-  GW_INLINE static F32x8 with_sign(const U32x8& bits, int i) {
-    return std::bit_cast<F32x8>(bits ^ load<U32x8>(kRotationSigns.of + i));
-  }
+  using Words = typename Lanes<V>::U32;
+  static constexpr int kStep = kLanes<V>, kInRegisters = 16 * kStep;
 
-  // Computes to = after(H before(from)). Each callback receives the first of its eight indices.
-  template <typename Before, typename After>
-  GW_INLINE void hadamard(const float* from, int n, float* to, const Before& before,
-                          const After& after) const {
-    if (n == 512) {
-      across<4>(from, n, to, before);
-    } else if (n == 256) {
-      across<2>(from, n, to, before);
-    } else if (n == 128) {
-      return in_registers<16>(from, to, 0, before, after);
-    } else if (n == 64) {
-      return in_registers<8>(from, to, 0, before, after);
+  GW_INLINE static V with_sign(const V& x, int i) {
+    return std::bit_cast<V>(words_of(x) ^ load<Words>(kRotationSigns.of + i));
+  }
+  // Transforms n vectors' values from(i), and passes them to `take`. `scratch` has room for n values.
+  template <typename From, typename Take>
+  GW_INLINE static void hadamard(int n, float* scratch, const From& from, const Take& take) {
+    if (n > kInRegisters) {
+      if (n == 2 * kInRegisters) {
+        across<2>(n, scratch, from);
+      } else {
+        across<4>(n, scratch, from);
+      }
+      const auto loaded = [=](int i) GW_HD_LAMBDA { return load<V>(scratch + i); };
+      for (int begin = 0; begin < n; begin += kInRegisters) in_registers<16>(begin, loaded, take);
     } else {
-      return n == 32 ? in_registers<4>(from, to, 0, before, after)
-                     : in_registers<2>(from, to, 0, before, after);
+      all_in_registers(n, from, take);
     }
-    for (int begin = 0; begin < n; begin += 128) in_registers<16>(to, to, begin, AsIs(), after);
+  }
+  template <int kVectors = 16, typename From, typename Take>
+  GW_INLINE static void all_in_registers(int n, const From& from, const Take& take) {
+    if constexpr (kVectors * kStep > 16) {
+      if (n < kVectors * kStep) return all_in_registers<kVectors / 2>(n, from, take);
+    }
+    in_registers<kVectors>(0, from, take);
   }
   template <int kVectors>
-  GW_INLINE static void butterflies(F32x8 (&v)[kVectors]) {
+  GW_INLINE static void butterflies(V (&v)[kVectors]) {
 #pragma GCC unroll 5
     for (int h = kVectors / 2; h > 0; h /= 2) {
 #pragma GCC unroll 16
       for (int k = 0; k < kVectors; ++k) {
         if ((k & h) != 0) continue;
-        const F32x8 a = v[k], b = v[k + h];
+        const V a = v[k], b = v[k + h];
         v[k] = a + b;
         v[k + h] = a - b;
       }
     }
   }
   // Applies the levels between kParts parts of the values.
-  template <int kParts, typename Before>
-  GW_INLINE void across(const float* from, int n, float* to, const Before& before) const {
-    for (int i = 0; i < n / kParts; i += kWidth) {
-      F32x8 v[kParts];
+  template <int kParts, typename From>
+  GW_INLINE static void across(int n, float* to, const From& from) {
+    for (int i = 0; i < n / kParts; i += kStep) {
+      V v[kParts];
 #pragma GCC unroll 16
-      for (int k = 0; k < kParts; ++k) {
-        const int at = i + k * (n / kParts);
-        v[k] = before(load<F32x8>(from + at), at);
-      }
+      for (int k = 0; k < kParts; ++k) v[k] = from(i + k * (n / kParts));
       butterflies(v);
 #pragma GCC unroll 16
       for (int k = 0; k < kParts; ++k) store(to + i + k * (n / kParts), v[k]);
     }
   }
-  // Applies the butterflies to kVectors vectors. The last three levels are within a vector: each lane adds
-  // its partner to plus or minus itself.
-  template <int kVectors, typename Before, typename After>
-  GW_INLINE void in_registers(const float* from, float* to, int begin, const Before& before,
-                              const After& after) const {
-    static_assert(kWidth == 8);
-    constexpr uint32_t kMinus = 0x80000000u;
-    const auto minus = [](const F32x8& y, const U32x8& signs)
-                           GW_HD_LAMBDA { return std::bit_cast<F32x8>(words_of(y) ^ signs); };
-    F32x8 v[kVectors];
+  // Applies the butterflies to kVectors vectors, and within each.
+  template <int kVectors, typename From, typename Take>
+  GW_INLINE static void in_registers(int begin, const From& from, const Take& take) {
+    V v[kVectors];
 #pragma GCC unroll 16
-    for (int k = 0; k < kVectors; ++k) {
-      const int i = begin + k * kWidth;
-      v[k] = before(load<F32x8>(from + i), i);
-    }
+    for (int k = 0; k < kVectors; ++k) v[k] = from(begin + k * kStep);
     butterflies(v);
 #pragma GCC unroll 16
     for (int k = 0; k < kVectors; ++k) {
-      F32x8 y = v[k];
-      y = __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3) +
-          minus(y, U32x8{0, 0, 0, 0, kMinus, kMinus, kMinus, kMinus});
-      y = __builtin_shufflevector(y, y, 2, 3, 0, 1, 6, 7, 4, 5) +
-          minus(y, U32x8{0, 0, kMinus, kMinus, 0, 0, kMinus, kMinus});
-      y = __builtin_shufflevector(y, y, 1, 0, 3, 2, 5, 4, 7, 6) +
-          minus(y, U32x8{0, kMinus, 0, kMinus, 0, kMinus, 0, kMinus});
-      const int i = begin + k * kWidth;
-      store(to + i, after(y, i));
+      V y = v[k];
+      if constexpr (kStep == 16) y = butterfly<8>(y);
+      y = butterfly<1>(butterfly<2>(butterfly<4>(y)));
+      take(begin + k * kStep, y);
     }
   }
 };
 
+template <int kBits = 5, typename Body>
+GW_INLINE void with_bits(int bits, const Body& body) {
+  if constexpr (kBits > 1) {
+    if (bits < kBits) return with_bits<kBits - 1>(bits, body);
+  }
+  body(std::integral_constant<int, kBits>());
+}
+
+// The Lloyd-Max levels of Eden.
+template <int kBits>
+struct Levels {
+  static constexpr int bits = kBits;
+  static constexpr uint32_t kSign = 1u << (kBits - 1);
+
+  // Return the codes of magnitudes, the levels of codes without a sign, and scaled levels of all codes.
+  GW_INLINE U32x8 codes_of(const F32x8& magnitude) const {
+    I32x8 code = {};
+    with_lloyd_max<kBits>([&](auto... all) __attribute__((always_inline)) {
+      const float bounds[] = {all...};
+      for (int k = 1; k < (1 << kBits) - 1; k += 2) code -= magnitude > bounds[k];
+    });
+    return std::bit_cast<U32x8>(code);
+  }
+  GW_INLINE F32x8 of(const U32x8& codes) const {
+    alignas(32) float table[16] = {};
+    with_lloyd_max<kBits>([&](auto... x) __attribute__((always_inline)) {
+      const float all[] = {x...};
+      for (int k = 0; k < 1 << (kBits - 1); ++k) table[k] = all[2 * k];
+    });
+    if constexpr (kBits < 5) return __builtin_shuffle(load<F32x8>(table), std::bit_cast<I32x8>(codes));
+    return __builtin_shuffle(load<F32x8>(table), load<F32x8>(table + 8), std::bit_cast<I32x8>(codes));
+  }
+  GW_INLINE F32x8 scaled(float scale, const U32x8& codes) const {
+    const F32x8 x = scale * of(codes & (kSign - 1u));
+    return floats_of(words_of(x) ^ ((codes & kSign) << (32 - kBits)));
+  }
+};
+
+#ifdef GW_WIDE
+template <int kBits>
+inline constexpr LevelBins<kBits> kLevelBins;
+
+// The same for any number of bits, by permutations of the tables of LevelBins.
+struct WideLevels {
+  int bits;
+  float per, most;
+  WideF32 boundary[2], level[2];
+  WideI32 before[2];
+
+  GW_INLINE explicit WideLevels(int its_bits) : bits(its_bits) {
+    with_bits(
+        bits, [this](auto b) __attribute__((always_inline)) {
+          per = LevelBins<b>::kPer;
+          for (int half = 0; half < 2; ++half) {
+            boundary[half] = load<WideF32>(kLevelBins<b>.boundary + 16 * half);
+            level[half] = load<WideF32>(kLevelBins<b>.level + 16 * half);
+            before[half] = load<WideI32>(kLevelBins<b>.before + 16 * half);
+          }
+        });
+    most = 30.0f / per;
+  }
+  GW_INLINE WideU32 codes_of(const WideF32& magnitude) const {
+    const WideF32 limit = WideF32{} + most, x = limit < magnitude ? limit : magnitude;  // keeps NaN
+    const WideI32 bin = std::bit_cast<WideI32>(x * per + 8388608.0f);
+    const WideI32 code = __builtin_shuffle(before[0], before[1], bin);
+    return std::bit_cast<WideU32>(x > __builtin_shuffle(boundary[0], boundary[1], bin) ? code + 1 : code);
+  }
+  GW_INLINE WideF32 of(const WideU32& codes) const {
+    return __builtin_shuffle(level[0], level[1], std::bit_cast<WideI32>(codes));
+  }
+  GW_INLINE WideF32 scaled(float scale, const WideU32& codes) const { return scale * of(codes); }
+};
+#endif
+
 // Encodes and decodes whole runs of kRun values, or of a block if it is longer.
-struct RunLane : RotatingLane {
+template <typename V>
+struct RunLane : RotatingLane<V> {
   static constexpr int kRun = 256;
 
   // Encode a run and return true, or return false if a value is not finite. The sink gets the decoded values.
@@ -301,40 +436,28 @@ struct RunLane : RotatingLane {
     return true;
   }
 
-  template <typename Sink>
-  GW_INLINE bool encode_run(const Eden& format, const float* values, const uint16_t*, uint8_t* to,
-                            const Sink& sink) const {
+  // Encode a block of rotated values, and set `decoded` unless it is null; decode a block.
+  GW_INLINE void encode_block(const Eden& format, const float* values, uint8_t* to,
+                              float* decoded = nullptr) const {
+    alignas(64) uint32_t codes[Eden::kMaxBlock];
     const int n = format.size;
-    for (int begin = 0; begin < std::max(n, kRun); begin += n, to += format.bytes()) {
-      if (largest_of(values + begin, n) >= 0x7f800000u) return false;
-      alignas(32) float rotated[Eden::kMaxBlock];
-      rotate(values + begin, n, 1.0f / static_cast<float>(n), rotated);
-      with_bits(
-          format, [&](auto bits) __attribute__((always_inline)) {
-            alignas(32) uint32_t codes[Eden::kMaxBlock];
-            const float scale = encode_levels<bits>(rotated, n, to, codes);
-            put_levels<bits>(codes, n, scale, rotated);
-          });
-      rotate_back(rotated, n);
-      for (int i = 0; i < n; i += 8) sink.template put_vector<true>(begin + i, load<F32x8>(rotated + i));
-    }
-    return true;
-  }
-
-  // Encode a block of rotated values, and decode a block.
-  GW_INLINE void encode_block(const Eden& format, const float* values, uint8_t* to) const {
-    with_bits(
-        format, [&](auto bits) __attribute__((always_inline)) {
-          alignas(32) uint32_t codes[Eden::kMaxBlock];
-          encode_levels<bits>(values, format.size, to, codes);
+    with_levels(
+        format, [&](const auto& levels) __attribute__((always_inline)) {
+          const float scale = encode_levels(levels, values, n, codes);
+          put_float(to + n * format.bits / 8, scale);
+          if (decoded != nullptr) put_levels(levels, codes, n, scale, decoded);
         });
+    with_bits(
+        format.bits, [&](auto bits) __attribute__((always_inline)) { pack_all<bits, Words>(codes, n, to); });
   }
   GW_INLINE void decode_block(const Eden& format, const uint8_t* from, float* values) const {
+    alignas(64) uint32_t codes[Eden::kMaxBlock];
+    const int n = format.size;
     with_bits(
-        format, [&](auto bits) __attribute__((always_inline)) {
-          alignas(32) uint32_t codes[Eden::kMaxBlock];
-          unpack_all<bits>(from, format.size, codes);
-          put_levels<bits>(codes, format.size, get_float(from + format.size * bits / 8), values);
+        format.bits, [&](auto bits) __attribute__((always_inline)) { unpack_all<bits>(from, n, codes); });
+    with_levels(
+        format, [&](const auto& levels) __attribute__((always_inline)) {
+          put_levels(levels, codes, n, get_float(from + n * format.bits / 8), values);
         });
   }
   template <int kMantissa>
@@ -357,78 +480,64 @@ struct RunLane : RotatingLane {
   template <int kMantissa>
   using Magnitude = typename Mini<kMantissa>::Magnitude;
 
-  template <int kBits = 5, typename Body>
-  GW_INLINE static void with_bits(const Eden& format, const Body& body) {
-    if constexpr (kBits > 1) {
-      if (format.bits < kBits) return with_bits<kBits - 1>(format, body);
-    }
-    body(std::integral_constant<int, kBits>());
-  }
-  // Returns the Lloyd-Max levels of codes without a sign.
-  template <int kBits>
-  GW_INLINE static F32x8 levels_of(const U32x8& codes) {
-    alignas(32) float table[16] = {};
-    with_lloyd_max<kBits>([&](auto... x) __attribute__((always_inline)) {
-      const float all[] = {x...};
-      for (int k = 0; k < 1 << (kBits - 1); ++k) table[k] = all[2 * k];
-    });
-    if constexpr (kBits < 5) return __builtin_shuffle(load<F32x8>(table), std::bit_cast<I32x8>(codes));
-    return __builtin_shuffle(load<F32x8>(table), load<F32x8>(table + 8), std::bit_cast<I32x8>(codes));
-  }
-  template <int kBits>
-  GW_INLINE static void put_levels(const uint32_t* codes, int n, float scale, float* to) {
-    constexpr uint32_t kSign = 1u << (kBits - 1);
-    for (int i = 0; i < n; i += 8) {
-      const U32x8 code = load<U32x8>(codes + i);
-      const F32x8 x = scale * levels_of<kBits>(code & (kSign - 1u));
-      store(to + i, floats_of(words_of(x) ^ ((code & kSign) << (32 - kBits))));
+  using Words = typename Lanes<V>::U32;
+  static constexpr int kStep = kLanes<V>, kSums = 32 / kStep;
+
+  template <typename Body>
+  GW_INLINE static void with_levels(const Eden& format, const Body& body) {
+    if constexpr (kStep == 8) {
+      with_bits(
+          format.bits, [&](auto bits) __attribute__((always_inline)) { body(Levels<bits>()); });
+    } else {
+      body(WideLevels(format.bits));
     }
   }
-  // Does Eden::encode_bits(), and returns the scale and the codes.
-  template <int kBits>
-  GW_INLINE static float encode_levels(const float* values, int n, uint8_t* to, uint32_t* codes) {
+  template <typename Of>
+  GW_INLINE static void put_levels(const Of& levels, const uint32_t* codes, int n, float scale, float* to) {
+    for (int i = 0; i < n; i += kStep) store(to + i, levels.scaled(scale, load<Words>(codes + i)));
+  }
+  // Does Eden::encode_bits() without packing the codes, and returns the scale.
+  template <typename Of>
+  GW_INLINE static float encode_levels(const Of& levels, const float* values, int n, uint32_t* codes) {
     const uint8_t near = near_exponent(largest_of(values, n));
     const float down = fp8_inverse_scale(near);
-    F32x8 squares[4] = {}, dots[4] = {}, norms[4] = {};  // 32 sums, as in OneLane::sum()
-    const auto sum = [](const F32x8(&x)[4]) __attribute__((always_inline)) {
-      return sum_of((x[0] + x[2]) + (x[1] + x[3]));
-    };
+    V squares[kSums] = {}, dots[kSums] = {}, norms[kSums] = {};  // 32 sums, as in OneLane::sum()
     for (int i = 0; i < n; i += 32) {
-      for (int v = 0; v < 4; ++v) {
-        const F32x8 x = load<F32x8>(values + i + 8 * v) * down;
+      for (int v = 0; v < kSums; ++v) {
+        const V x = load<V>(values + i + kStep * v) * down;
         squares[v] += x * x;
       }
     }
     const float deviation = sqrtf(sum(squares) / static_cast<float>(n));
     const float per = deviation > 0.0f ? down / deviation : 0.0f;
+    const uint32_t sign = 1u << (levels.bits - 1);
+    const int shift = 32 - levels.bits;
     for (int i = 0; i < n; i += 32) {
-      for (int v = 0; v < 4; ++v) {
-        const F32x8 x = load<F32x8>(values + i + 8 * v), units = floats_of(magnitudes(x)) * per;
-        I32x8 code = {};
-        with_lloyd_max<kBits>([&](auto... all) __attribute__((always_inline)) {
-          const float bounds[] = {all...};
-          for (int k = 1; k < (1 << kBits) - 1; k += 2) code -= units > bounds[k];
-        });
-        const U32x8 bits = std::bit_cast<U32x8>(code);
-        const F32x8 level = levels_of<kBits>(bits);
+      for (int v = 0; v < kSums; ++v) {
+        const V x = load<V>(values + i + kStep * v);
+        const Words code = levels.codes_of(floats_of(magnitudes(x)) * per);
+        const V level = levels.of(code);
         dots[v] += floats_of(magnitudes(x * down)) * level;
         norms[v] += level * level;
-        store(codes + i + 8 * v, bits | (words_of(x) >> 31) << (kBits - 1));
+        store(codes + i + kStep * v, code | (words_of(x) >> shift & sign));
       }
     }
     const float best = sum(dots) / sum(norms) * fp8_scale(near), most = 0x1p126f;
-    const float scale = best > most ? most : best;
-    pack_all<kBits>(codes, n, to);
-    put_float(to + n * kBits / 8, scale);
-    return scale;
+    return best > most ? most : best;
+  }
+  GW_INLINE static float sum(const V (&x)[kSums]) {
+    const auto all = std::bit_cast<Pair<F32x16>>(x);
+    return sum_of(all.low + all.high);
   }
   // Returns the largest magnitude of n values, a multiple of 32, as bits.
   GW_INLINE static uint32_t largest_of(const float* values, int n) {
-    U32x8 most[4] = {};
+    Words most[kSums] = {};
     for (int i = 0; i < n; i += 32) {
-      for (int v = 0; v < 4; ++v) most[v] = larger(most[v], magnitudes(load<F32x8>(values + i + 8 * v)));
+      for (int v = 0; v < kSums; ++v) most[v] = larger(most[v], magnitudes(load<V>(values + i + kStep * v)));
     }
-    return host::largest_of(larger(larger(most[0], most[1]), larger(most[2], most[3])));
+    const auto all = std::bit_cast<Pair<U32x16>>(most);
+    const U32x16 rest = larger(all.low, all.high);
+    return host::largest_of(larger(rest.low, rest.high));
   }
   // Returns the largest magnitudes of eight groups of kGroup values, as bits.
   template <int kGroup>
