@@ -75,11 +75,9 @@ void fill(uint32_t* words, int64_t count) {
   cuda::launch("fill_kernel", fill_kernel, {.grid = dim3(1024), .block = dim3(256)}, words, count);
 }
 
-void check_blas(cublasStatus_t status, const char* call) {
-  if (status != CUBLAS_STATUS_SUCCESS)
-    throw std::runtime_error(std::string(call) + ": " + cublasGetStatusString(status));
-}
-#define GW_CUBLAS_CHECK(call) check_blas((call), #call)
+#define GW_CUBLAS_CHECK(call)                                          \
+  if (cublasStatus_t status = (call); status != CUBLAS_STATUS_SUCCESS) \
+  throw std::runtime_error(std::string(#call ": ") + cublasGetStatusString(status))
 
 // Device memory of `count` values, for as long as the program.
 template <typename T>
@@ -98,16 +96,15 @@ cudaStream_t stream_of(int priority) {
 // The streams of a way, and how its kernels share the multiprocessors.
 struct Way {
   const char* name;
-  int blocks, threads;
-  size_t shared_bytes;
-  int gemm_sms;  // that cuBLAS may count on; 0: all
-  cudaStream_t gemms, compression;
-};
-
-// What a step does besides products on one stream.
-struct Also {
+  cudaStream_t gemms;
+  cudaStream_t compression = nullptr;  // null: none
+  int blocks = 0, threads = 0;
+  size_t shared_bytes = 0;
+  int gemm_sms = 0;  // that cuBLAS may count on; 0: all
+  int rows = kRows;
   cudaStream_t weights = nullptr;  // if not null, the stream of the products for the gradients of weights
-  bool passes = false, programmatic = false;
+  bool passes = false;             // after products
+  unsigned early = 0;              // 1: launches passes before the product ends
 };
 
 // A number of multiprocessors with a stream of their own (a green context); none where the driver lacks them.
@@ -148,56 +145,31 @@ class Backward {
  public:
   Backward() {
     GW_CUBLAS_CHECK(cublasCreate(&blas_));
-    for (cudaEvent_t& event : layer_done_) event = event_of(cudaEventDisableTiming);
     fill(operands_, 3 * kOperand / 2);
     fill(reinterpret_cast<uint32_t*>(gradient_), kLayers * kVectors * 4);
     fill(reinterpret_cast<uint32_t*>(residual_), kLayers * kVectors * 4);
     GW_CUDA_CHECK(cudaDeviceSynchronize());
   }
 
-  // Returns the median milliseconds of a step with or without products and compression.
+  // Returns the median milliseconds of a step.
   float measure(const Way& way, bool gemms, bool compression) {
     GW_CUBLAS_CHECK(cublasSetSmCountTarget(blas_, way.gemm_sms));
-    const float ms = time(way.gemms, [&] {
-      for (int layer = 0; layer < kLayers; ++layer) {
-        if (gemms) multiply_layer(way.gemms, kRows, {});
-        if (compression) compress_layer(way, layer);
-      }
-      if (compression) wait_for(way.gemms, way.compression);
-    });
-    GW_CUBLAS_CHECK(cublasSetSmCountTarget(blas_, 0));
-    return ms;
-  }
-
-  // Returns the median milliseconds of a step's products alone, each of `rows` rows.
-  float measure(cudaStream_t stream, int rows, const Also& also) {
-    return time(stream, [&] {
-      for (int layer = 0; layer < kLayers; ++layer) multiply_layer(stream, rows, also);
-      if (also.weights != nullptr) wait_for(stream, also.weights);
-    });
-  }
-
- private:
-  static cudaEvent_t event_of(unsigned flags) {
-    cudaEvent_t event = nullptr;
-    GW_CUDA_CHECK(cudaEventCreateWithFlags(&event, flags));
-    return event;
-  }
-
-  // Returns the median milliseconds of a graph of what `enqueue` enqueues on the stream.
-  template <typename Enqueue>
-  float time(cudaStream_t stream, Enqueue enqueue) {
-    GW_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
-    enqueue();
+    GW_CUDA_CHECK(cudaStreamBeginCapture(way.gemms, cudaStreamCaptureModeRelaxed));
+    for (int layer = 0; layer < kLayers; ++layer) {
+      if (gemms) multiply_layer(way);
+      if (compression) compress_layer(way, layer);
+    }
+    if (compression) wait_for(way.gemms, way.compression);
+    if (way.weights != nullptr) wait_for(way.gemms, way.weights);
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t executable = nullptr;
-    GW_CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+    GW_CUDA_CHECK(cudaStreamEndCapture(way.gemms, &graph));
     GW_CUDA_CHECK(cudaGraphInstantiateWithFlags(&executable, graph, cudaGraphInstantiateFlagUseNodePriority));
     std::vector<float> ms(kSteps);
     for (float& each : ms) {
-      GW_CUDA_CHECK(cudaEventRecord(begin_, stream));
-      GW_CUDA_CHECK(cudaGraphLaunch(executable, stream));
-      GW_CUDA_CHECK(cudaEventRecord(end_, stream));
+      GW_CUDA_CHECK(cudaEventRecord(begin_, way.gemms));
+      GW_CUDA_CHECK(cudaGraphLaunch(executable, way.gemms));
+      GW_CUDA_CHECK(cudaEventRecord(end_, way.gemms));
       GW_CUDA_CHECK(cudaEventSynchronize(end_));
       GW_CUDA_CHECK(cudaEventElapsedTime(&each, begin_, end_));
     }
@@ -207,52 +179,57 @@ class Backward {
     return ms[(kWarmUp + kSteps) / 2];
   }
 
+ private:
+  static cudaEvent_t event_of(unsigned flags) {
+    cudaEvent_t event = nullptr;
+    GW_CUDA_CHECK(cudaEventCreateWithFlags(&event, flags));
+    return event;
+  }
+
   void wait_for(cudaStream_t stream, cudaStream_t other) {
     GW_CUDA_CHECK(cudaEventRecord(order_, other));
     GW_CUDA_CHECK(cudaStreamWaitEvent(stream, order_, 0));
   }
 
-  void multiply(cudaStream_t stream, bool beside, int m, int n, int k) {
-    const float one = 1, zero = 0;
-    GW_CUBLAS_CHECK(cublasSetStream(blas_, stream));
-    GW_CUBLAS_CHECK(cublasSetWorkspace(blas_, workspaces_[beside], kWorkspaceBytes));
-    GW_CUBLAS_CHECK(cublasGemmEx(blas_, CUBLAS_OP_N, CUBLAS_OP_N, n, m, k, &one, operands_, CUDA_R_16BF, n,
-                                 operands_ + kOperand / 2, CUDA_R_16BF, k, &zero,
-                                 beside ? codes_ : operands_ + kOperand, CUDA_R_16BF, n, CUBLAS_COMPUTE_32F,
-                                 CUBLAS_GEMM_DEFAULT));
-  }
-
   // The products of a layer's backward: the gradients of the inputs and of the weights of the MLP's two
-  // products, the attention's output and its queries, keys and values.
-  void multiply_layer(cudaStream_t stream, int rows, const Also& also) {
-    for (const auto& [in, out] : {std::pair(4, 1), {1, 4}, {1, 1}, {1, 3}}) {
-      if (also.weights != nullptr) wait_for(also.weights, stream);
-      multiply(stream, false, rows, in * kWidth, out * kWidth);
-      if (also.passes) pass(stream, int64_t{rows} * in * kWidth, also.programmatic);
-      const bool beside = also.weights != nullptr;
-      multiply(beside ? also.weights : stream, beside, in * kWidth, out * kWidth, rows);
-    }
-  }
-
-  // Passes over `count` BF16 values of a product's result.
-  void pass(cudaStream_t stream, int64_t count, bool programmatic) {
+  // products, the attention's output and its queries, keys and values. Then a pass over each gradient of
+  // inputs.
+  void multiply_layer(const Way& way) {
+    const bool beside = way.weights != nullptr;
+    const auto multiply = [&](bool of_weights, int m, int n, int k) {
+      const float one = 1, zero = 0;
+      const bool other = of_weights && beside;
+      GW_CUBLAS_CHECK(cublasSetStream(blas_, other ? way.weights : way.gemms));
+      GW_CUBLAS_CHECK(cublasSetWorkspace(blas_, workspaces_[other], kWorkspaceBytes));
+      GW_CUBLAS_CHECK(cublasGemmEx(blas_, CUBLAS_OP_N, CUBLAS_OP_N, n, m, k, &one, operands_, CUDA_R_16BF, n,
+                                   operands_ + kOperand / 2, CUDA_R_16BF, k, &zero,
+                                   other ? codes_ : operands_ + kOperand, CUDA_R_16BF, n, CUBLAS_COMPUTE_32F,
+                                   CUBLAS_GEMM_DEFAULT));
+    };
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(count / 8 / 256));
     config.blockDim = dim3(256);
-    config.stream = stream;
+    config.stream = way.gemms;
     config.attrs = &early;
-    config.numAttrs = programmatic ? 1 : 0;
-    GW_CUDA_CHECK(cudaLaunchKernelEx(&config, pass_kernel,
-                                     reinterpret_cast<const uint4*>(operands_ + kOperand),
-                                     reinterpret_cast<uint4*>(codes_), count / 8));
+    config.numAttrs = way.early;
+    for (const auto& [in, out] : {std::pair(4, 1), {1, 4}, {1, 1}, {1, 3}}) {
+      if (beside) wait_for(way.weights, way.gemms);
+      multiply(false, way.rows, in * kWidth, out * kWidth);
+      if (way.passes) {
+        const int64_t count = int64_t{way.rows} * in * kWidth / 8;
+        config.gridDim = dim3(static_cast<unsigned>((count + 255) / 256));
+        GW_CUDA_CHECK(cudaLaunchKernelEx(&config, pass_kernel,
+                                         reinterpret_cast<const uint4*>(operands_ + kOperand),
+                                         reinterpret_cast<uint4*>(codes_), count));
+      }
+      multiply(true, in * kWidth, out * kWidth, way.rows);
+    }
   }
 
   void compress_layer(const Way& way, int layer) {
-    GW_CUDA_CHECK(cudaEventRecord(layer_done_[layer], way.gemms));
-    GW_CUDA_CHECK(cudaStreamWaitEvent(way.compression, layer_done_[layer], 0));
+    wait_for(way.compression, way.gemms);
     const int64_t at = layer * kVectors;
     cuda::launch("compress_kernel", compress_kernel,
                  {.grid = dim3(way.blocks),
@@ -263,7 +240,6 @@ class Backward {
   }
 
   cublasHandle_t blas_ = nullptr;
-  cudaEvent_t layer_done_[kLayers];
   cudaEvent_t order_ = event_of(cudaEventDisableTiming);
   cudaEvent_t begin_ = event_of(cudaEventDefault), end_ = event_of(cudaEventDefault);
   float4* gradient_ = allocate<float4>(kLayers * kVectors);
@@ -281,14 +257,14 @@ void run() {
   const auto [few, others] = partitions(24, greatest, least);
   std::printf("green contexts: %d + %d multiprocessors\n", few.sms, others.sms);
   const Way ways[] = {
-      {"full grid", 8 * sms, 256, 0, 0, gemms, compression},
-      {"24 small blocks", 24, 256, 0, 0, gemms, compression},
-      {"24 blocks that fill an SM", 24, kFillingThreads, kFillingBytes, 0, gemms, compression},
-      {"the same, GEMMs limited to SMs - 24", 24, kFillingThreads, kFillingBytes, sms - 24, gemms,
-       compression},
-      {"12 blocks, GEMMs limited to SMs - 12", 12, kFillingThreads, kFillingBytes, sms - 12, gemms,
-       compression},
-      {"green contexts", 2 * few.sms, kFillingThreads, 0, others.sms, others.stream, few.stream}};
+      {"full grid", gemms, compression, 8 * sms, 256},
+      {"24 small blocks", gemms, compression, 24, 256},
+      {"24 blocks that fill an SM", gemms, compression, 24, kFillingThreads, kFillingBytes},
+      {"the same, GEMMs limited to SMs - 24", gemms, compression, 24, kFillingThreads, kFillingBytes,
+       sms - 24},
+      {"12 blocks, GEMMs limited to SMs - 12", gemms, compression, 12, kFillingThreads, kFillingBytes,
+       sms - 12},
+      {"green contexts", others.stream, few.stream, 2 * few.sms, kFillingThreads, 0, others.sms}};
   Backward backward;
   for (const Way& way : ways) {
     if (way.gemms == nullptr || way.compression == nullptr) continue;
@@ -299,14 +275,13 @@ void run() {
                 100 * (products + alone - both) / alone);
     std::fflush(stdout);
   }
-  cudaStream_t weights = stream_of(least);
+  const Way alone[] = {{.name = "products", .gemms = gemms},
+                       {.name = "of 1664 rows", .gemms = gemms, .rows = 1664},
+                       {.name = "weights on a second stream", .gemms = gemms, .weights = stream_of(least)},
+                       {.name = "with passes", .gemms = gemms, .passes = true},
+                       {.name = "with passes launched early", .gemms = gemms, .passes = true, .early = 1}};
   for (int i = 0; i < 2; ++i) {  // twice, because the ways are close
-    const float alone = backward.measure(gemms, kRows, {});
-    std::printf("products: %.3f ms; of 1664 rows %.3f, ", alone, backward.measure(gemms, 1664, {}));
-    std::printf("weights on a second stream %.3f; ", backward.measure(gemms, kRows, {.weights = weights}));
-    std::printf("with %d passes %.3f, ", 4 * kLayers, backward.measure(gemms, kRows, {.passes = true}));
-    std::printf("launched early %.3f\n",
-                backward.measure(gemms, kRows, {.passes = true, .programmatic = true}));
+    for (const Way& way : alone) std::printf("%-32s %.3f ms\n", way.name, backward.measure(way, true, false));
   }
 }
 

@@ -404,7 +404,9 @@ class Context {
   bool planned(const Gemm& g) {
     auto at = plans_.find(key_of(g));
     if (at == plans_.end()) {
-      const std::optional<Tuning> tuning = tuning_of(g);
+      std::optional<Tuning> tuning;
+      if (TuningFile* const file = TuningFile::shared())
+        tuning = {file, {device_name_, fmt::format("cublasLt {}", cublasLtGetVersion()), kind_of(g)}};
       auto plan = std::make_unique<Plan>(lt_, g, tuning ? &*tuning : nullptr);
       at = plans_.emplace(key_of(g), std::move(plan)).first;
     }
@@ -450,12 +452,6 @@ class Context {
     float fp32 = 1.0f;
     Bf16 bf16 = narrow<Bf16>(1.0f);
   };
-
-  std::optional<Tuning> tuning_of(const Gemm& g) const {
-    TuningFile* const file = TuningFile::shared();
-    if (file == nullptr) return std::nullopt;
-    return Tuning{file, {device_name_, fmt::format("cublasLt {}", cublasLtGetVersion()), kind_of(g)}};
-  }
 
   std::string device_name_;
   CudaMemory workspace_;  // destroyed after the handle

@@ -4,7 +4,7 @@
 // Q is transposed in pieces, (cols, rank) to (rank, columns of the piece), so that adjacent columns of a
 // matrix row have adjacent elements of Q. Pieces are padded to whole vectors with zeros; a row's last,
 // partial vector goes through a buffer. A product and its addition are rounded once where the processor has
-// an FMA. The functions are templates of the type of the sixteen lanes: F32x16, or WideF32x16 with AVX-512.
+// an FMA. The functions are templates of the type of the sixteen lanes: F32x16, or WideF32 with AVX-512.
 #include "kernels/powersgd/powersgd_simd.h"
 
 #include <algorithm>
@@ -27,18 +27,14 @@ constexpr int kTileVecs = 2;  // vectors whose sums stay in registers
 constexpr int64_t kTileColumns = kTileVecs * kLanes;
 constexpr int64_t kPrefetchFloats = 512;
 
-template <typename Vec>
-GW_INLINE Vec clamp_finite(const Vec& x) {
-  Vec v = blend(x > FLT_MAX, Vec{} + FLT_MAX, x);
-  return blend(v < -FLT_MAX, Vec{} - FLT_MAX, v);
-}
-
 // Returns M = grad + E and stores it into the residual. The residual gets E where the gradient is not finite,
 // and the clamped sum where only the sum is not finite.
 template <typename Vec>
 GW_INLINE Vec form_m(const Vec& grad, const Vec& e, float* residual, int64_t count) {
   const Vec sum = grad + e;
-  store_some(residual, blend(finite_lanes(grad), clamp_finite(sum), e), count);
+  Vec clamped = blend(sum > FLT_MAX, Vec{} + FLT_MAX, sum);
+  clamped = blend(clamped < -FLT_MAX, Vec{} - FLT_MAX, clamped);
+  store_some(residual, blend(finite_lanes(grad), clamped, e), count);
   return sum;
 }
 
@@ -247,7 +243,7 @@ GW_INLINE void project(const MatrixPart& a, const float* q, float* p) {
         project_rows_of_rank<Vec, 2>(fresh, first, rows, column, columns, turned, sums);
       } else if (a.rank <= kRankTile) {
         project_rows_of_rank<Vec, kRankTile>(fresh, first, rows, column, columns, turned, sums);
-      } else if (a.rank == 2 * kRankTile && std::is_same_v<Vec, WideF32x16>) {  // sums stay in registers
+      } else if (a.rank == 2 * kRankTile && std::is_same_v<Vec, WideF32>) {  // sums stay in registers
         project_rows_of_rank<Vec, 2 * kRankTile>(fresh, first, rows, column, columns, turned, sums);
       } else {
         int64_t i = 0;
@@ -270,9 +266,6 @@ GW_INLINE void project(const MatrixPart& a, const float* q, float* p) {
 // Rows of M that are summed together: few rows, so that prefetched rows stay in the cache, but more rows
 // where loading and storing the sums takes longer.
 constexpr int64_t kMaxBlockRows = 16;
-constexpr int64_t block_rows(int rank) {
-  return rank <= 2 ? 8 : kMaxBlockRows;
-}
 constexpr int64_t kBlockColumns = 512;  // columns of M per block where M is formed
 
 // Adds rows of P^T M to sums[k][strip], for a strip of columns and kRank of P's columns.
@@ -335,7 +328,7 @@ GW_INLINE void back_project(const MatrixPart& a, const float* p, float* sums, in
   std::fill(sums, sums + a.rank * stride, 0.0f);
   if (a.pending_p != nullptr) turn(a.pending_q, a.rank, a.columns, stride, pending);
   const Fresh fresh{a, pending, stride};
-  const int64_t step = block_rows(a.rank);
+  const int64_t step = a.rank <= 2 ? 8 : kMaxBlockRows;
   for (int64_t row = 0; row < a.rows; row += step) {
     const int64_t rows = std::min(step, a.rows - row);
     const float* weights = p + row * a.rank;
@@ -400,19 +393,15 @@ GW_INLINE void reconstruct_tile(const ReconstructRows& a, int64_t row0, int64_t 
   }
 }
 
-// Returns the distance to the next cache line. A line that is written past the caches in two parts,
-// interleaved with other rows, becomes two partial writes, which reach a third of the speed on Intel's
-// Granite Rapids.
-GW_INLINE int64_t floats_to_line(const float* at) {
-  return static_cast<int64_t>((64 - reinterpret_cast<uintptr_t>(at) % 64) % 64 / sizeof(float));
-}
-
 template <typename Vec, int kRows>
 GW_INLINE void reconstruct_piece(const ReconstructRows& a, int64_t row0, int64_t column0, int64_t columns,
                                  const float* turned, int64_t stride) {
   int64_t j = 0;
   if (a.mode == Reconstruct::stream) {
-    j = std::min(columns, floats_to_line(a.out + row0 * a.cols + column0));
+    // Up to the next cache line. A line that is written past the caches in two parts, interleaved with other
+    // rows, becomes two partial writes, which reach a third of the speed on Intel's Granite Rapids.
+    const auto at = reinterpret_cast<uintptr_t>(a.out + row0 * a.cols + column0);
+    j = std::min(columns, static_cast<int64_t>((64 - at % 64) % 64 / sizeof(float)));
     if (j > 0) reconstruct_tile<Vec, kRows, 1>(a, row0, column0, j, turned, stride);
   }
   for (; j + kTileColumns <= columns; j += kTileColumns) {
@@ -445,10 +434,10 @@ GW_INLINE void reconstruct(const ReconstructRows& a) {
 
 }  // namespace
 
-GW_DEFINE_WIDEST(void, project_rows, project, F32x16, WideF32x16,
+GW_DEFINE_WIDEST(void, project_rows, project, F32x16, WideF32,
                  (const MatrixPart& a, const float* q, float* p), (a, q, p))
-GW_DEFINE_WIDEST(void, back_project_piece, back_project, F32x16, WideF32x16,
+GW_DEFINE_WIDEST(void, back_project_piece, back_project, F32x16, WideF32,
                  (const MatrixPart& a, const float* p, float* sums, int64_t stride), (a, p, sums, stride))
-GW_DEFINE_WIDEST(void, reconstruct_rows, reconstruct, F32x16, WideF32x16, (const ReconstructRows& a), (a))
+GW_DEFINE_WIDEST(void, reconstruct_rows, reconstruct, F32x16, WideF32, (const ReconstructRows& a), (a))
 
 }  // namespace gradwire::host

@@ -118,10 +118,13 @@ struct Pair {
   V low, high;
 };
 using F32x16 = Pair<F32x8>;
-using WideF32x16 = float __attribute__((vector_size(64)));  // for GW_DEFINE_WIDEST
 using I32x16 = Pair<I32x8>;
 using U32x16 = Pair<U32x8>;
 using U16x16 = Pair<U16x8>;
+// Sixteen numbers in one register of AVX-512, for functions that are compiled for it.
+using WideF32 = float __attribute__((vector_size(64)));
+using WideI32 = int32_t __attribute__((vector_size(64)));
+using WideU32 = uint32_t __attribute__((vector_size(64)));
 
 #define GW_PAIR_OPERATOR(op)                                                           \
   template <typename V>                                                                \
@@ -172,9 +175,10 @@ struct Lanes<F32x16> {
   static constexpr I32 kIndex = {{0, 1, 2, 3, 4, 5, 6, 7}, {8, 9, 10, 11, 12, 13, 14, 15}};
 };
 template <>
-struct Lanes<WideF32x16> {
-  using I32 = int32_t __attribute__((vector_size(64)));
-  using U32 = uint32_t __attribute__((vector_size(64)));
+struct Lanes<WideF32> {
+  using I32 = WideI32;
+  using U32 = WideU32;
+  static constexpr I32 kIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 };
 template <typename V>
 inline constexpr int kLanes = sizeof(V) / sizeof(float);
@@ -280,7 +284,7 @@ GW_INLINE float sum_of(F32x8 v) {
 GW_INLINE float sum_of(const F32x16& v) {
   return sum_of(v.low + v.high);
 }
-GW_INLINE float sum_of(const WideF32x16& v) {
+GW_INLINE float sum_of(const WideF32& v) {
   return sum_of(std::bit_cast<F32x16>(v));
 }
 template <typename V>

@@ -74,12 +74,10 @@ namespace {
 
 constexpr double kPi = 3.14159265358979323846;
 
-// Returns the argument of the tanh form: Phi is (1 + tanh(u)) / 2, computed without cancellation.
-double tanh_argument(double x) {
-  return std::sqrt(2.0 / kPi) * (x + 0.044715 * x * x * x);
-}
 double phi_cdf(double x, Gelu form) {
-  if (form == Gelu::tanh) return 1.0 / (1.0 + std::exp(-2.0 * tanh_argument(x)));
+  // The tanh form is (1 + tanh(u)) / 2, computed without cancellation.
+  const double u = std::sqrt(2.0 / kPi) * (x + 0.044715 * x * x * x);
+  if (form == Gelu::tanh) return 1.0 / (1.0 + std::exp(-2.0 * u));
   return 0.5 * std::erfc(-x / std::sqrt(2.0));
 }
 double phi_density(double x, Gelu form) {

@@ -22,21 +22,6 @@
 // Functions for processors for which runs_wide() returns true, and for the others. The first may use WideF32.
 #define GW_WIDE __attribute__((noinline, target("arch=x86-64-v4")))
 #define GW_NARROW __attribute__((noinline, target_clones("arch=x86-64-v3", "default")))
-
-namespace gradwire {
-
-// Sixteen lanes in one register of AVX-512.
-using WideF32 = float __attribute__((vector_size(64)));
-using WideI32 = int32_t __attribute__((vector_size(64)));
-using WideU32 = uint32_t __attribute__((vector_size(64)));
-template <>
-struct Lanes<WideF32> {
-  using I32 = WideI32;
-  using U32 = WideU32;
-  static constexpr I32 kIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-};
-
-}  // namespace gradwire
 #else
 #define GW_NARROW
 #endif

@@ -59,10 +59,6 @@ GW_INLINE U32x8 round_bits(const F32x8& s, const U32x8& add) {
   return (x & 0x7f800000u) == 0x7f800000u ? kept : top;
 }
 
-GW_INLINE U32x8 half_way(const F32x8& s) {
-  return ((words_of(s) >> 16) & 1u) + 0x7fffu;
-}
-
 // Writes `wire`, `residual` and `out` for eight sums.
 GW_INLINE void finish(const F32x8& s, const U32x8& add, uint16_t* wire, float* residual, float unit,
                       float* out, float scale, bool stream_wire) {
@@ -99,7 +95,8 @@ GW_INLINE void encode_sums(const ReduceEncode& a, const Sum& sum, float* residua
   if (a.rounding.mode == Rounding::nearest) {
     for (int64_t i = 0; i < count; i += kWidth) {
       F32x8 s = sum(i);
-      finish(s, half_way(s), wire + i, at(residual, i), unit, at(out, i), scale, stream_wire);
+      const U32x8 half_way = ((words_of(s) >> 16) & 1u) + 0x7fffu;
+      finish(s, half_way, wire + i, at(residual, i), unit, at(out, i), scale, stream_wire);
     }
     return;
   }

@@ -79,11 +79,6 @@ inline float part_scale_for(float scale) {
   return part;
 }
 
-// Returns 1 / scale for a power of two from 2^-126 to 1.
-GW_HD float inverse_part_scale(float scale) {
-  return bits_float(0x7f000000u - float_bits(scale));
-}
-
 // Returns the encoding error of a sum as a residual in the units of a part; 0 if the residual overflows a
 // float or the sum is not finite. `unit` is the inverse of the part's scale in the sum.
 GW_HD float to_residual(float rest, float unit) {
@@ -131,7 +126,8 @@ struct ReduceEncode {
 
 // Returns the scale from S to residual units.
 GW_HD float residual_unit(const ReduceEncode& a) {
-  return inverse_part_scale(a.own_scale * a.residual_scale);
+  // The scale is a power of two from 2^-126 to 1, and so this is its inverse.
+  return bits_float(0x7f000000u - float_bits(a.own_scale * a.residual_scale));
 }
 
 namespace cuda {

@@ -225,11 +225,6 @@ class TypedVitPasses final : public VitPasses {
   }
   int64_t padded_tokens() const { return (config_.tokens() + 7) / 8 * 8; }
   float attention_scale() const { return 1.0f / std::sqrt(static_cast<float>(config_.head_dim())); }
-  // Returns the precision of products of FP32 operands. TF32 applies to FP32 operands on CUDA. For BF16
-  // operands the type determines the precision.
-  Precision fp32_products() const {
-    return options_.precision == Precision::tf32 ? Precision::tf32 : Precision::fp32;
-  }
 
   const VitConfig config_;
   const Stream stream_;
@@ -260,7 +255,8 @@ Gemm TypedVitPasses<S>::dense(bool transpose_a, bool transpose_b, int64_t m, int
   args.ldc = n;
   args.beta = beta;
   args.bias = bias;
-  args.precision = fp32_products();
+  // For FP32 operands, on CUDA; the type of BF16 operands determines the precision.
+  args.precision = options_.precision == Precision::tf32 ? Precision::tf32 : Precision::fp32;
   return args;
 }
 
