@@ -470,12 +470,12 @@ struct RunLane : RotatingLane<V> {
 
   template <typename Body>
   GW_INLINE static void with_levels(const Eden& format, const Body& body) {
-    if constexpr (kStep == 8) {
+#ifdef GW_WIDE
+    if constexpr (kStep == 16) body(WideLevels(format.bits));
+#endif
+    if constexpr (kStep == 8)
       with_bits(
           format.bits, [&](auto bits) __attribute__((always_inline)) { body(Levels<bits>()); });
-    } else {
-      body(WideLevels(format.bits));
-    }
   }
   template <typename Of>
   GW_INLINE static void put_levels(const Of& levels, const uint32_t* codes, int n, float scale, float* to) {
