@@ -128,6 +128,23 @@ TEST_P(WireFormatTest, TakesAsManyInputsAsTheContractAllows) {
   }
 }
 
+// A block's inverse scale may overflow.
+TEST_P(WireFormatTest, SubnormalBlocksHaveTheReferencesBits) {
+  const int64_t n = 3 * format->granularity + 5;
+  for (float unit : {0x1p-126f, 0x1p-135f, 0x1p-147f}) {
+    WireProblem p{.own = normal(n, 71), .residual = normal(n, 72), .inputs = inputs(2, n, 73, 1.0f)};
+    for (auto* values : {&p.own, &p.residual}) {
+      for (float& x : *values) x *= unit;
+    }
+    if (unit < 0x1p-126f) p.inputs.clear();
+    SCOPED_TRACE(fmt::format("unit {}", unit));
+    expect_same_result(format, p, run(p), reference_result(format, p));
+    const Bytes wire = reference_encoded(format, p.own);
+    expect_same_floats(decoded(format, wire, n, 1.0f, 0), reference_decoded(format, wire, n, 1.0f),
+                       "decoded");
+  }
+}
+
 TEST_P(WireFormatTest, DecodeHasTheReferencesBits) {
   uint32_t seed = 100;
   for (int64_t n : awkward_sizes()) {
