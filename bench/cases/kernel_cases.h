@@ -77,7 +77,7 @@ struct KernelCase {
   std::string variant;  // "" if the op has only one variant
   std::string family;   // the op's header, or the wire format
   std::function<Problem(Arena& arena, int64_t size)> make;
-  bool on_host = true;  // false: the host's side of the op is for tests
+  bool fast_on_host = true;  // false: the host's side of the op is its reference
 
   std::string title() const { return variant.empty() ? op : op + " (" + variant + ")"; }
 };

@@ -59,7 +59,6 @@ class Kernels final : public Command {
       size_t done = 0;
       for (const KernelCase& c : cases) {
         for (int64_t size : sizes) {
-          if (which.is_host() && !c.on_host) continue;
           arena.reset();
           measure(device, c, c.make(arena, size), size);
           case_done(++done, cases.size() * sizes.size());
@@ -117,10 +116,13 @@ class Kernels final : public Command {
   }
 
   void measure(DeviceUnderTest& device, const KernelCase& c, const Problem& problem, int64_t size) {
-    // A larger product would take minutes on a host.
-    constexpr double kMaxHostFlops = 2e10, kMaxCudaFlops = 2e13;
+    // A larger product would take minutes.
+    constexpr double kMaxHostFlops = 2e10, kMaxReferenceFlops = 2e8, kMaxCudaFlops = 2e13;
     device.stream.synchronize();
-    if (problem.flops > (device.device.is_host() ? kMaxHostFlops : kMaxCudaFlops)) return;
+    if (problem.flops > (device.device.is_cuda() ? kMaxCudaFlops
+                         : c.fast_on_host        ? kMaxHostFlops
+                                                 : kMaxReferenceFlops))
+      return;
     // Warm and cold times are equal for sizes that exceed all caches. Measure such sizes once.
     const bool uncached = problem.bytes >= 4.0 * static_cast<double>(device.flush_bytes);
     for (bool cold : {false, true}) {
