@@ -195,10 +195,10 @@ class Backward {
   // products, the attention's output and its queries, keys and values. Then a pass over each gradient of
   // inputs.
   void multiply_layer(const Way& way) {
-    const bool beside = way.weights != nullptr;
+    const bool separate = way.weights != nullptr;
     const auto multiply = [&](bool of_weights, int m, int n, int k) {
       const float one = 1, zero = 0;
-      const bool other = of_weights && beside;
+      const bool other = of_weights && separate;
       GW_CUBLAS_CHECK(cublasSetStream(blas_, other ? way.weights : way.gemms));
       GW_CUBLAS_CHECK(cublasSetWorkspace(blas_, workspaces_[other], kWorkspaceBytes));
       GW_CUBLAS_CHECK(cublasGemmEx(blas_, CUBLAS_OP_N, CUBLAS_OP_N, n, m, k, &one, operands_, CUDA_R_16BF, n,
@@ -215,7 +215,7 @@ class Backward {
     config.attrs = &early;
     config.numAttrs = way.early;
     for (const auto& [in, out] : {std::pair(4, 1), {1, 4}, {1, 1}, {1, 3}}) {
-      if (beside) wait_for(way.weights, way.gemms);
+      if (separate) wait_for(way.weights, way.gemms);
       multiply(false, way.rows, in * kWidth, out * kWidth);
       if (way.passes) {
         const int64_t count = int64_t{way.rows} * in * kWidth / 8;

@@ -174,19 +174,18 @@ TEST(Planner, EveryRankMeasuresTheSameNumbers) {
 }
 
 // How many rounds fit into the time depends on the machine. So the test checks only what holds on each
-// machine: a pattern has at most 32 rounds' worth of `most` bytes, and the small messages take less than 128
-// KiB.
+// machine: a pattern sends at most 32 times the limit, and its small messages take less than 128 KiB.
 TEST(Planner, MeasuresWithAtMostItsLimitOfBytesTheSameOnAllRanks) {
-  for (size_t most : {size_t{4} << 10, size_t{64} << 10, size_t{8} << 20}) {
+  for (size_t limit : {size_t{4} << 10, size_t{64} << 10, size_t{8} << 20}) {
     std::vector<uint64_t> sent(3);
     testing::run_ranks(3, Device::host(), [&](Communicator& comm) {
       Stream stream = Stream::create(comm.device(), "test");
-      measure_link_costs(comm.transport(), stream, 0, 1s, most);
+      measure_link_costs(comm.transport(), stream, 0, 1s, limit);
       sent[comm.rank()] = comm.bytes_sent();
     });
     for (uint64_t bytes : sent) EXPECT_EQ(bytes, sent[0]);
     EXPECT_GT(sent[0], 0);
-    EXPECT_LT(sent[0], 2 * 32 * most + (128 << 10));
+    EXPECT_LT(sent[0], 2 * 32 * limit + (128 << 10));
   }
 }
 
