@@ -69,8 +69,8 @@ constexpr int64_t kElementsToHalve = 32 << 20;
 // measurement (gradwire-bench kernels).
 constexpr int kLibraryRank = 128;
 // Above these ranks, passes on a GPU form M first, with 4 more bytes per element: project, because pending
-// factors do not fit in shared memory, and project_onto, which reads them again for every row. (At rank 4, it
-// takes 1.23 ms for the same matrices, which is as long as both steps take.)
+// factors do not fit in shared memory, and project_onto, because it reads them again for every row. (At rank
+// 4, project_onto takes 1.23 ms for the same matrices, which is as long as both steps take.)
 constexpr int kMaxFusedRank = 32, kMaxFusedOntoRank = 4;
 
 // The compressed tensors, and their positions in the packed factors. Factors and dense pieces begin at
