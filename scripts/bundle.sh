@@ -6,8 +6,9 @@
 #   lib/   libgradwire.so, and every other required library except glibc, libstdc++ and NVIDIA's
 #   share/ the Python programs of gradwire report and export
 #
-# and, where the build has them: bin/overlap, libgradwire_nccl.so, libgraph_trace.so, lib/newer/libnccl.so.2
-# (a newer NCCL than the machine's) and the wheel of dist/.
+# and, where this machine has them: bin/overlap, libgradwire_nccl.so, libgraph_trace.so, the wheel of dist/
+# (CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90 make wheel: a third of the size), and in lib/newer the NCCL that the
+# build compiles with, for a machine whose NCCL is older, with code for compute capability 9.0 only (34 MB).
 #
 #   scripts/bundle.sh [--smoke]    --smoke: not compressed, in build/smoke; ends with scripts/bundle_check.sh
 #
@@ -44,9 +45,32 @@ for extra in ${extras[@]+"${extras[@]}"}; do
   strip --strip-debug -o "$bundle/$extra" "build/$extra"
   needed+=("build/$extra")
 done
-if [ -e build/lib/newer/libnccl.so.2 ]; then
+# Overwrites the code for other GPUs with zeros, which xz removes; the CUDA driver reads only the headers of
+# such code. A fat binary is a header of 16 bytes (magic, version, size of the header, size of the rest) and
+# entries: kind, version, size of the header and of the code, and at byte 28 the compute capability.
+headers=$(sed -n 's/^NCCL_INCLUDE_DIR:PATH=//p' build/CMakeCache.txt)
+nccl=$(compgen -G "$headers/../lib*/libnccl.so.2" | head -n 1) || echo "bundle: without NCCL, which this machine lacks"
+if [ -n "$nccl" ]; then
   mkdir "$bundle/lib/newer"
-  cp -L build/lib/newer/libnccl.so.2 "$bundle/lib/newer"
+  python3 - "$nccl" "$bundle/lib/newer/libnccl.so.2" << 'PYTHON'
+import struct, sys
+
+library = bytearray(open(sys.argv[1], "rb").read())
+at, kept = 0, 0
+while (at := library.find(struct.pack("<IHH", 0xBA55ED50, 1, 16), at)) >= 0:
+    entry = at + 16
+    end = at = entry + struct.unpack_from("<Q", library, at + 8)[0]
+    while entry < end:
+        header, code = struct.unpack_from("<IQ", library, entry + 4)
+        start, entry = entry + header, entry + header + code
+        if struct.unpack_from("<I", library, start - header + 28)[0] == 90:
+            kept += code
+        else:
+            library[start:entry] = bytes(code)
+print(f"bundle: NCCL with {kept / 1e6:.0f} of {len(library) / 1e6:.0f} MB")
+assert kept, "no code for compute capability 9.0"
+open(sys.argv[2], "wb").write(library)
+PYTHON
 fi
 wheel=$(compgen -G 'dist/gradwire-*.whl') && cp "$wheel" "$bundle" || echo "bundle: without a wheel (make wheel)"
 mkdir -p "$bundle/share/gradwire"

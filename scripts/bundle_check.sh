@@ -76,7 +76,7 @@ inside() {
   try "the benches start" gradwire-bench schedules --check --max-ranks 8
   for name in "${programs[@]}"; do try "$name load" "$name" --gtest_list_tests; done
   [ ! -e "$root/there/bundle/bin/overlap" ] || try "overlap starts" overlap
-  for name in libgradwire_nccl.so libgraph_trace.so; do
+  for name in libgradwire_nccl.so libgraph_trace.so newer/libnccl.so.2; do
     through=("$loader" --preload "/there/bundle/lib/$name")
     [ ! -e "$root/there/bundle/lib/$name" ] || try "$name loads" gradwire --version
   done
