@@ -7,8 +7,8 @@
 #   share/ the Python programs of gradwire report and export
 #
 # and, where this machine has them: bin/overlap, libgradwire_nccl.so, libgraph_trace.so, the wheel of dist/
-# (CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90 make wheel: a third of the size), and in lib/newer the NCCL that the
-# build compiles with, for a machine whose NCCL is older, with code for compute capability 9.0 only (34 MB).
+# (CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90 make wheel: a third of the size), and in lib/newer the NCCL that
+# the build compiles with, for a machine with an older one: its code for compute capability 9.0 (34 MB).
 #
 #   scripts/bundle.sh [--smoke]    --smoke: not compressed, in build/smoke; ends with scripts/bundle_check.sh
 #
@@ -49,7 +49,8 @@ done
 # such code. A fat binary is a header of 16 bytes (magic, version, size of the header, size of the rest) and
 # entries: kind, version, size of the header and of the code, and at byte 28 the compute capability.
 headers=$(sed -n 's/^NCCL_INCLUDE_DIR:PATH=//p' build/CMakeCache.txt)
-nccl=$(compgen -G "$headers/../lib*/libnccl.so.2" | head -n 1) || echo "bundle: without NCCL, which this machine lacks"
+nccl=$(compgen -G "$headers/../lib*/libnccl.so.2" | head -n 1) ||
+  echo "bundle: without NCCL, which this machine lacks"
 if [ -n "$nccl" ]; then
   mkdir "$bundle/lib/newer"
   python3 - "$nccl" "$bundle/lib/newer/libnccl.so.2" << 'PYTHON'

@@ -106,9 +106,10 @@ struct Worker {
   // separate loops; in one loop the compiler merges them into scalar stores.
   template <typename Body>
   __device__ __forceinline__ void for_values(int block, const Body& body) const {
+    [[maybe_unused]] constexpr int kUnroll = Lanes::kTeams == 1 ? 2 : 1;
     const int valid = values_of(block);
     if (wide && valid == shape.block) {
-#pragma unroll 1  // most blocks take one iteration, and unrolling spills
+#pragma unroll kUnroll  // more spills; blocks of a warp mostly take one iteration
       for (int i = 4 * lanes.lane; i < valid; i += 4 * Lanes::kSize)
         body(std::integral_constant<int, 4>(), i);
     } else {

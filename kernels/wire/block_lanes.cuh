@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/cuda/vector.cuh"
 #include "kernels/math/small_float.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/topk.h"
@@ -193,22 +194,26 @@ struct ThreadBlockLanes {
     return warps + 2 * kBlockWarps;
   }
 
-  // Does the same as pick_largest() of topk.h. Each thread holds up to 16 neighboring keys in registers,
-  // so that a step of the search takes one barrier, and the selection two scans. The search begins at the
-  // threshold of the block before, and guesses by the number of keys found; after some steps it bisects.
-  template <typename Key>
-  __device__ __forceinline__ void pick_largest(int n, int k, const Key& key, float* places) const {
-    constexpr int kMax = 4096 / kBlockThreads;
-    const int each = n > kBlockThreads ? n / kBlockThreads : 1, first = lane * each;
-    uint32_t keys[kMax];
+  // Does the same as pick_largest() of topk.h. Each thread holds up to 16 keys in registers, in groups of
+  // four neighbors, so that a step of the search takes one barrier. The search begins at the threshold of the
+  // block before, and guesses by the number of keys found; after some steps it bisects.
+  __device__ __forceinline__ void pick_largest(int n, int k, const Magnitudes& key, float* places) const {
+    constexpr int kKeys = 4096 / kBlockThreads, kRow = 4 * kBlockThreads;
+    uint32_t keys[kKeys];  // 0 after the end, after all other keys
 #pragma unroll
-    for (int j = 0; j < kMax; ++j) keys[j] = j < each && first + j < n ? key(first + j) : 0u;
+    for (int j = 0; j < kKeys; j += 4) {
+      float four[4] = {};
+      if (4 * lane + j / 4 * kRow < n) load<4>(key.values + 4 * lane + j / 4 * kRow, four);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) keys[j + c] = float_bits(four[c]) & 0x7fffffffu;
+    }
     uint32_t& last = warps[2 * kBlockWarps + kTable];
     uint32_t least = 0, turn = 0;  // at the end, at most the k-th largest, and more than the next smaller key
     uint32_t above = 1u << 31, tried = last;
     const float wanted = __logf(static_cast<float>(k));
+    int reach = 0;
 #pragma unroll 1
-    for (int reach = 0, step = 0; above - least > 1 && reach != k; ++step) {
+    for (int step = 0; above - least > 1 && reach != k; ++step) {
       reach = total(number(keys, [=](uint32_t x) { return x >= tried; }), ++turn % 2);
       (reach >= k ? least : above) = tried;
       // The tail of a normal distribution is about this steep. Later steps are longer.
@@ -218,20 +223,27 @@ struct ThreadBlockLanes {
       tried = reach >= k ? least + move : above - move;
     }
     if (lane == 0) last = least > 0 ? least : 1u;  // read after barriers
-    const int equal = k - total(number(keys, [=](uint32_t x) { return x > least; }), ++turn % 2);
-    uint32_t equals = 0, taken = 0;
+    uint32_t taken = 0;
+    int place[kKeys / 4];
 #pragma unroll
-    for (int j = 0; j < kMax; ++j) equals |= (j < each && keys[j] == least ? 1u : 0u) << j;
-    int rank = before(__popc(equals), ++turn % 2);
+    for (int j = 0; j < kKeys; ++j) taken |= (keys[j] >= least ? 1u : 0u) << j;
+    if (reach != k) {  // of the keys that equal `least`, the first few
+      const int equal = k - total(number(keys, [=](uint32_t x) { return x > least; }), ++turn % 2);
+      uint32_t equals = 0;
 #pragma unroll
-    for (int j = 0; j < kMax; ++j) {
-      const bool is_equal = (equals >> j & 1u) != 0;
-      taken |= (keys[j] > least || (is_equal && rank < equal) ? 1u : 0u) << j;
-      rank += is_equal ? 1 : 0;
+      for (int j = 0; j < kKeys; ++j) equals |= (keys[j] == least ? 1u : 0u) << j;
+      before(equals, ++turn % 2, place);
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j) {
+        if ((equals >> j & 1u) != 0 && place[j / 4]++ >= equal) taken &= ~(1u << j);
+      }
     }
-    int place = before(__popc(taken), ++turn % 2);
-    for (; taken != 0; taken &= taken - 1)
-      put_place(places, place++, first + __ffs(static_cast<int>(taken)) - 1);
+    before(taken, ++turn % 2, place);
+#pragma unroll
+    for (int row = 0; row < kKeys / 4; ++row) {
+      for (uint32_t of_row = taken >> (4 * row) & 15u; of_row != 0; of_row &= of_row - 1)
+        put_place(places, place[row]++, 4 * lane + row * kRow + __ffs(static_cast<int>(of_row)) - 1);
+    }
     __syncthreads();
   }
 
@@ -243,8 +255,8 @@ struct ThreadBlockLanes {
     for (int j = 0; j < kMax; ++j) number += test(keys[j]) ? 1 : 0;
     return number;
   }
-  // Return the sum of `mine` over all threads, and over the threads before this one. Calls alternate between
-  // the halves of warps[], so that one barrier suffices.
+  // Returns the sum of `mine` over all threads. Calls of total() and before() alternate between the halves of
+  // warps[], so that one barrier suffices.
   __device__ __forceinline__ int total(int mine, uint32_t half) const {
     uint32_t* const sums = warps + half * kBlockWarps;
     const int sum = __reduce_add_sync(0xffffffffu, mine);
@@ -255,20 +267,34 @@ struct ThreadBlockLanes {
     for (int w = 0; w < kBlockWarps; ++w) all += static_cast<int>(sums[w]);
     return all;
   }
-  __device__ __forceinline__ int before(int mine, uint32_t half) const {
+  // Computes how many set bits precede each group of four bits of `mine`: all threads' groups 0, then their
+  // groups 1, and so on.
+  __device__ __forceinline__ void before(uint32_t mine, uint32_t half, int (&place)[4]) const {
+    static_assert(kBlockWarps == 8);
     uint32_t* const sums = warps + half * kBlockWarps;
-    int sum = mine;
+    uint32_t counts = 0;  // a byte per group; a warp has at most 128 of a group
+#pragma unroll
+    for (int row = 0; row < 4; ++row)
+      counts |= static_cast<uint32_t>(__popc(mine >> (4 * row) & 15u)) << (8 * row);
+    const uint32_t sum = sum_to(counts);
+    if (lane % 32 == 31) sums[lane / 32] = sum;
+    __syncthreads();
+    const uint32_t of_warp = sums[lane % 8] >> (lane % 32 / 8 * 8) & 255u;  // of warp lane % 8
+    const uint32_t earlier = sum_to(of_warp) - of_warp;
+#pragma unroll
+    for (int row = 0; row < 4; ++row) {
+      place[row] = static_cast<int>(__shfl_sync(0xffffffffu, earlier, 8 * row + lane / 32) +
+                                    ((sum - counts) >> (8 * row) & 255u));
+    }
+  }
+  // Returns the sum over the warp's threads up to this one.
+  __device__ __forceinline__ uint32_t sum_to(uint32_t sum) const {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      const int earlier = __shfl_up_sync(0xffffffffu, sum, static_cast<unsigned>(distance));
+      const uint32_t earlier = __shfl_up_sync(0xffffffffu, sum, static_cast<unsigned>(distance));
       sum += lane % 32 >= distance ? earlier : 0;
     }
-    if (lane % 32 == 31) sums[lane / 32] = static_cast<uint32_t>(sum);
-    __syncthreads();
-    int all = sum - mine;
-#pragma unroll
-    for (int w = 0; w < kBlockWarps; ++w) all += w < lane / 32 ? static_cast<int>(sums[w]) : 0;
-    return all;
+    return sum;
   }
 };
 
