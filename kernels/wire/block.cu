@@ -9,7 +9,7 @@ namespace gradwire::cuda {
 namespace {
 
 template <typename F>
-__global__ void __launch_bounds__(kBlockThreads, 3)
+__global__ void __launch_bounds__(kBlockThreads, F::kStochastic ? 4 : 3)
     block_reduce_encode_kernel(const __grid_constant__ BlockCoder<F> coder,
                                const __grid_constant__ TileShape shape,
                                const __grid_constant__ ReduceEncode a, bool wide) {
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kBlockThreads, RegisterWorker<F>::kMinBlocks)
                                   const __grid_constant__ ReduceEncode a, bool wide) {
   GW_DYNAMIC_SHARED(unsigned char, shared);
   RegisterWorker<F> w(coder, a.count, wide, shared);
-  reduce_encode_registers(w, a);
+  reduce_encode_tiles(w, a);
 }
 
 template <typename F>
@@ -43,51 +43,60 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
                            const __grid_constant__ Decode a, bool wide) {
   GW_DYNAMIC_SHARED(unsigned char, shared);
   RegisterWorker<F> w(coder, a.count, wide, shared);
-  decode_registers(w, a);
+  decode_tiles(w, a);
 }
 
-// Launches the kernel in registers if it supports the coder, otherwise the other kernel.
-template <typename F, typename Args, typename Kernel>
+// Launches kernel_of(std::true_type()), the kernel in registers, if it supports the coder, otherwise
+// kernel_of(std::false_type()). topk has no kernel in registers, and fp8 no other.
+template <typename F, typename Args, typename KernelOf>
 void launch_blocks(const char* name, CudaStream stream, const BlockCoder<F>& coder, const Args& a, bool wide,
-                   Kernel* registers, Kernel* other) {
-  TileShape shape = shape_of(coder);
-  size_t shared_bytes = shape.shared_bytes();
-  Kernel* kernel = other;
-  if constexpr (register_block<F>() > 0) {
-    if (coder.block() == register_block<F>() && (F::kRotation != Rotation::optional || !coder.rotate)) {
-      shape = RegisterWorker<F>::shape_of(coder);
-      shared_bytes = RegisterWorker<F>::shared_bytes(shape);
-      kernel = registers;
+                   const KernelOf& kernel_of) {
+  const auto run = [&]<typename W>(const W*, auto* kernel) {
+    const TileShape shape = W::shape_of(coder);
+    const size_t shared_bytes = W::shared_bytes(shape);
+    const unsigned grid =
+        grid_for(kernel, a.count, int64_t{shape.blocks} * shape.block, kBlockThreads, shared_bytes);
+    launch(name, kernel,
+           {.grid = dim3(grid), .block = dim3(kBlockThreads), .shared_bytes = shared_bytes, .stream = stream},
+           coder, shape, a, wide);
+  };
+  if constexpr (std::is_same_v<F, Fp8>) {
+    run(static_cast<RegisterWorker<F>*>(nullptr), kernel_of(std::true_type()));
+  } else {
+    if constexpr (register_block<F>() > 0) {
+      if (coder.block() == register_block<F>() && (F::kRotation != Rotation::optional || !coder.rotate))
+        return run(static_cast<RegisterWorker<F>*>(nullptr), kernel_of(std::true_type()));
     }
+    run(static_cast<Worker<F>*>(nullptr), kernel_of(std::false_type()));
   }
-  const unsigned grid =
-      grid_for(kernel, a.count, int64_t{shape.blocks} * shape.block, kBlockThreads, shared_bytes);
-  launch(name, kernel,
-         {.grid = dim3(grid), .block = dim3(kBlockThreads), .shared_bytes = shared_bytes, .stream = stream},
-         coder, shape, a, wide);
 }
 
 }  // namespace
 
-// topk has no kernels in registers.
 template <typename F>
 void reduce_encode(CudaStream stream, const BlockCoder<F>& coder, const ReduceEncode& a) {
-  auto* registers = block_reduce_encode_kernel<F>;
-  if constexpr (register_block<F>() > 0) registers = register_reduce_encode_kernel<F>;
-  launch_blocks(kNames<F>.reduce_encode, stream, coder, a, aligned(a.own, a.residual, a.out), registers,
-                block_reduce_encode_kernel<F>);
+  launch_blocks(kNames<F>.reduce_encode, stream, coder, a, aligned(a.own, a.residual, a.out),
+                [](auto registers) {
+                  if constexpr (registers)
+                    return register_reduce_encode_kernel<F>;
+                  else
+                    return block_reduce_encode_kernel<F>;
+                });
 }
 template <typename F>
 void decode(CudaStream stream, const BlockCoder<F>& coder, const Decode& a) {
-  auto* registers = block_decode_kernel<F>;
-  if constexpr (register_block<F>() > 0) registers = register_decode_kernel<F>;
-  launch_blocks(kNames<F>.decode, stream, coder, a, aligned(a.out), registers, block_decode_kernel<F>);
+  launch_blocks(kNames<F>.decode, stream, coder, a, aligned(a.out), [](auto registers) {
+    if constexpr (registers)
+      return register_decode_kernel<F>;
+    else
+      return block_decode_kernel<F>;
+  });
 }
 
 #define GW_DEFINE(F, NAME)                                                            \
   template void reduce_encode(CudaStream, const BlockCoder<F>&, const ReduceEncode&); \
   template void decode(CudaStream, const BlockCoder<F>&, const Decode&);
-GW_TILED_FORMATS(GW_DEFINE)
+GW_BLOCK_FORMATS(GW_DEFINE)
 #undef GW_DEFINE
 
 }  // namespace gradwire::cuda

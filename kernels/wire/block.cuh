@@ -2,6 +2,8 @@
 // are long. Encoded values move in tiles of whole blocks through shared memory, in 16-byte pieces.
 #pragma once
 
+#include <cstddef>
+
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/random.h"
 #include "kernels/wire/block.h"
@@ -13,26 +15,74 @@ namespace gradwire::cuda {
 namespace {  // internal to each file: the shim finds only the shared variables of internal functions
 
 // The layout of a thread block's current tile in dynamic shared memory:
-//   float sums[blocks][block]; float values[teams][block]; uint16_t random[teams][block]; uint8_t bytes[...]
+//   float sums[blocks][block]; float values[teams][block]; uint8_t bytes[...]
 // `bytes` has the same offset from a 16-byte boundary as the tile in the wire, so that blocks of any length
 // move in 16-byte pieces.
 struct TileShape {
   int blocks, block, bytes, teams;
-  __host__ __device__ size_t shared_bytes() const {
-    return static_cast<size_t>(blocks + teams) * static_cast<size_t>(block) * 4 +
-           static_cast<size_t>(teams) * static_cast<size_t>(block) * 2 +
-           static_cast<size_t>(blocks) * static_cast<size_t>(bytes) + 32;
-  }
 };
 
-template <typename F>
-TileShape shape_of(const BlockCoder<F>& coder) {
-  constexpr int kTeams = LanesFor<F>::kTeams, kValues = 2048;
-  const int enough = kValues / coder.block();
-  return {.blocks = enough > kTeams ? enough : kTeams,
-          .block = coder.block(),
-          .bytes = coder.bytes(),
-          .teams = kTeams};
+// Random bits of the elements of a block from `first` on, drawn when used. A key serves 2^32 elements, so a
+// block has one or two.
+struct BlockRandom {
+  RoundingKey key, next;
+  uint32_t first;
+  bool drawn;  // false: rounds to nearest
+  __device__ __forceinline__ BlockRandom(const RoundingBits& draws, int64_t first_element, int block,
+                                         bool draw)
+      : key(draws.key_of(static_cast<uint64_t>(first_element))),
+        next(draws.key_of(static_cast<uint64_t>(first_element + block - 1))),
+        first(static_cast<uint32_t>(first_element)),
+        drawn(draw) {}
+  __device__ __forceinline__ uint32_t operator[](int i) const {
+    const uint32_t element = first + static_cast<uint32_t>(i);
+    const uint32_t word = rounding_word(element < first ? next : key, rounding_word_of(element));
+    return (word >> rounding_shift_of(element)) & 0xffffu;
+  }
+  __device__ __forceinline__ bool operator!=(std::nullptr_t) const { return drawn; }
+};
+
+__device__ __forceinline__ RoundingBits draws_of(const ReduceEncode& a) {
+  return {a.rounding.seed, step_of(a.rounding), static_cast<uint64_t>(a.rounding.first_element)};
+}
+
+// Calls body() for each tile of this thread block.
+template <typename W, typename Body>
+__device__ __forceinline__ void for_tiles(W& w, const Body& body) {
+  const int64_t all = w.coder.blocks(w.count), stride = int64_t{gridDim.x} * w.shape.blocks;
+  for (int64_t first = int64_t{blockIdx.x} * w.shape.blocks; first < all; first += stride) {
+    w.begin_tile(first, all);
+    body();
+  }
+}
+
+// Adds own + residual to W sums of a thread; load_values(from, x) loads the thread's values.
+template <int W, typename Load>
+__device__ __forceinline__ void add_own(const ReduceEncode& a, const Load& load_values, float (&sums)[W]) {
+  float own[W] = {}, kept[W] = {};
+  load_values(a.own, own);
+  if (a.residual != nullptr) {
+    load_values(a.residual, kept);
+    add<W>(a.residual_scale, kept, own);
+  }
+  add<W>(a.own_scale, own, sums);
+}
+
+// Writes the residuals and the results of W sums, whose encoding decodes to `sent`; store_values(to, x)
+// stores the thread's values.
+template <int W, typename Store>
+__device__ __forceinline__ void finish(const ReduceEncode& a, bool far, const float (&sums)[W],
+                                       float (&sent)[W], const Store& store_values) {
+  if (a.residual != nullptr) {
+    float left[W] = {};
+    if (a.wire != nullptr) to_residuals(sums, sent, residual_unit(a), far, left);
+    store_values(a.residual, left);
+  }
+  if (a.out != nullptr) {
+#pragma unroll
+    for (int k = 0; k < W; ++k) sent[k] *= a.out_scale;
+    store_values(a.out, sent);
+  }
 }
 
 // A thread block's current tile, and its bytes in shared memory.
@@ -45,11 +95,23 @@ struct Worker {
   int64_t count;         // values of the whole call
   bool wide;             // floats are 16-byte aligned
   float *sums, *values;  // sums: of the tile; values: last decoded by the team
-  uint16_t* random;      // the team's random bits
   uint8_t* memory;       // room for the tile's bytes
   int64_t first_block = 0;
   int blocks = 0;            // number of blocks in the tile
   uint8_t* bytes = nullptr;  // the tile's bytes, in `memory`
+
+  static TileShape shape_of(const BlockCoder<F>& coder) {
+    constexpr int kValues = 2048;
+    const int enough = kValues / coder.block();
+    return {.blocks = enough > Lanes::kTeams ? enough : Lanes::kTeams,
+            .block = coder.block(),
+            .bytes = coder.bytes(),
+            .teams = Lanes::kTeams};
+  }
+  static size_t shared_bytes(const TileShape& shape) {
+    return static_cast<size_t>((shape.blocks + shape.teams) * shape.block * 4 + shape.blocks * shape.bytes +
+                               32);
+  }
 
   __device__ __forceinline__ Worker(const BlockCoder<F>& its_coder, const TileShape& its_shape,
                                     int64_t its_count, bool is_wide, unsigned char* shared)
@@ -60,11 +122,8 @@ struct Worker {
         wide(is_wide) {
     const int block = shape.block;
     sums = reinterpret_cast<float*>(shared);
-    float* const all_values = sums + shape.blocks * block;
-    values = all_values + lanes.team * block;
-    auto* const all_random = reinterpret_cast<uint16_t*>(all_values + shape.teams * block);
-    random = all_random + lanes.team * block;
-    memory = reinterpret_cast<uint8_t*>(all_random + shape.teams * block);
+    values = sums + (shape.blocks + lanes.team) * block;
+    memory = reinterpret_cast<uint8_t*>(sums + (shape.blocks + shape.teams) * block);
   }
   // Begins the tile at block `first` of `all`.
   __device__ __forceinline__ void begin_tile(int64_t first, int64_t all) {
@@ -73,7 +132,7 @@ struct Worker {
     bytes = memory + static_cast<int>(first * shape.bytes % 16);
   }
   __device__ __forceinline__ int values_of(int block) const {
-    const int64_t left = count - (first_block + block) * shape.block;
+    const int64_t left = count - first_value(block);
     return left < shape.block ? static_cast<int>(left) : shape.block;
   }
   // Copies the tile's bytes; called by all threads of the block. `to` and `from` have the same offset from a
@@ -102,6 +161,9 @@ struct Worker {
   __device__ __forceinline__ void put(void* wire) const {
     move_bytes(static_cast<uint8_t*>(wire) + first_block * shape.bytes, bytes);
   }
+  __device__ __forceinline__ int64_t first_value(int block) const {
+    return (first_block + block) * shape.block;
+  }
   // Calls body(width, i) so that each call covers `width` adjacent values of the block. The two widths have
   // separate loops; in one loop the compiler merges them into scalar stores.
   template <typename Body>
@@ -127,68 +189,8 @@ struct Worker {
 };
 
 template <typename F>
-__device__ __forceinline__ void add_own(const Worker<F>& w, const ReduceEncode& a, int block) {
-  w.for_values(block, [&](auto width, int i) {
-    constexpr int W = decltype(width)::value;
-    float own[W];
-    const int64_t element = (w.first_block + block) * w.shape.block + i;
-    load<W>(a.own + element, own);
-    if (a.residual != nullptr) {
-      float kept[W];
-      load<W>(a.residual + element, kept);
-      add<W>(a.residual_scale, kept, own);
-    }
-    float s[W];
-    load<W>(w.sums + block * w.shape.block + i, s);
-    add<W>(a.own_scale, own, s);
-    store<W>(w.sums + block * w.shape.block + i, s);
-  });
-}
-
-// Writes the residual and the result of a block whose encoding decodes to `sent`; null: nothing is encoded.
-template <typename F>
-__device__ __forceinline__ void finish(const Worker<F>& w, const ReduceEncode& a, int block,
-                                       const float* sent) {
-  w.for_values(block, [&](auto width, int i) {
-    constexpr int W = decltype(width)::value;
-    float s[W], x[W];
-    const int64_t element = (w.first_block + block) * w.shape.block + i;
-    load<W>(w.sums + block * w.shape.block + i, s);
-    load<W>(sent == nullptr ? w.sums + block * w.shape.block + i : sent + i, x);
-    if (a.residual != nullptr) {
-      float left[W] = {};
-      if (sent != nullptr) to_residuals(s, x, residual_unit(a), w.coder.far(), left);
-      store_wide<W>(a.residual + element, left);
-    }
-    if (a.out != nullptr) {
-#pragma unroll
-      for (int k = 0; k < W; ++k) x[k] *= a.out_scale;
-      store_wide<W>(a.out + element, x);
-    }
-  });
-}
-
-// Draws 16 random bits for each value of a block that begins at `element`.
-template <typename F>
-__device__ __forceinline__ const uint16_t* draw_random(const Worker<F>& w, const ReduceEncode& a,
-                                                       uint64_t step, int block) {
-  const auto first =
-      static_cast<uint64_t>(a.rounding.first_element + (w.first_block + block) * w.shape.block);
-  const int shift = static_cast<int>(first % 16);  // a word serves two of sixteen elements
-  uint16_t* const random = w.random;
-  const int n = w.shape.block;
-  const RoundingBits draws(a.rounding.seed, step, first);
-  w.lanes.each((n + shift + 15) / 16 * 8, [&](int word) {
-    const int i = word / 8 * 16 + word % 8 - shift;  // the word also serves element i + 8
-    const uint32_t bits = draws.word(first + static_cast<uint64_t>(static_cast<int64_t>(i)));
-    if (i >= 0 && i < n) random[i] = static_cast<uint16_t>(bits);
-    if (i + 8 >= 0 && i + 8 < n) random[i + 8] = static_cast<uint16_t>(bits >> 16);
-  });
-  return random;
-}
-
-template <typename F>
-__device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const ReduceEncode& a, uint64_t step) {
+__device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const ReduceEncode& a,
+                                                   const RoundingBits& draws) {
   const int n = w.shape.block, first = w.lanes.team, teams = w.shape.teams;
   for (int block = first; block < w.blocks; block += teams) {
     const int valid = w.values_of(block);
@@ -198,7 +200,16 @@ __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Red
   }
   for (int term = 0; term <= a.num_inputs; ++term) {
     if (term == a.own_position) {
-      for (int block = first; block < w.blocks; block += teams) add_own(w, a, block);
+      for (int block = first; block < w.blocks; block += teams) {
+        w.for_values(block, [&](auto width, int i) {
+          constexpr int W = decltype(width)::value;
+          float s[W], *const at = w.sums + block * n + i;
+          load<W>(at, s);
+          add_own(
+              a, [&](const float* from, float(&x)[W]) { load<W>(from + w.first_value(block) + i, x); }, s);
+          store<W>(at, s);
+        });
+      }
       continue;
     }
     const int input = term < a.own_position ? term : term - 1;
@@ -211,43 +222,42 @@ __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Red
     }
   }
   for (int block = first; block < w.blocks; block += teams) {
-    const float* sent = nullptr;
+    const float *const sums = w.sums + block * n, *sent = sums;
     if (a.wire != nullptr) {
-      const uint16_t* const random = F::kStochastic && a.rounding.mode == Rounding::stochastic
-                                         ? draw_random(w, a, step, block)
-                                         : nullptr;
-      w.coder.encode(w.lanes, w.sums + block * n, w.values_of(block), random, w.bytes + block * w.shape.bytes,
-                     w.values);
+      const BlockRandom random(draws, a.rounding.first_element + w.first_value(block), n,
+                               a.rounding.mode == Rounding::stochastic);
+      w.coder.encode(w.lanes, sums, w.values_of(block), random, w.bytes + block * w.shape.bytes, w.values);
       w.lanes.sync();
       sent = w.decode(w.bytes, block);
     }
-    finish(w, a, block, sent);
+    w.for_values(block, [&](auto width, int i) {
+      constexpr int W = decltype(width)::value;
+      float s[W], x[W];
+      load<W>(sums + i, s);
+      load<W>(sent + i, x);
+      finish(a, w.coder.far(), s, x,
+             [&](float* to, const float(&from)[W]) { store_wide<W>(to + w.first_value(block) + i, from); });
+    });
   }
   if (a.wire != nullptr) w.put(a.wire);
 }
 
-// Encodes all tiles of this thread block.
 template <typename F>
 __device__ __forceinline__ void reduce_encode_tiles(Worker<F>& w, const ReduceEncode& a) {
-  const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
-  for (int64_t first = int64_t{blockIdx.x} * w.shape.blocks; first < all; first += stride) {
-    w.begin_tile(first, all);
-    reduce_encode_tile(w, a, step_of(a.rounding));
-  }
+  const RoundingBits draws = draws_of(a);
+  for_tiles(w, [&] { reduce_encode_tile(w, a, draws); });
 }
 
 template <typename F>
 __device__ __forceinline__ void decode_tiles(Worker<F>& w, const Decode& a) {
-  const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
-  for (int64_t first = int64_t{blockIdx.x} * w.shape.blocks; first < all; first += stride) {
-    w.begin_tile(first, all);
+  for_tiles(w, [&] {
     const uint8_t* const bytes = w.fetch(a.wire);
     for (int block = w.lanes.team; block < w.blocks; block += w.shape.teams) {
       const float* const values = w.decode(bytes, block);
       w.for_values(block, [&](auto width, int i) {
         constexpr int W = decltype(width)::value;
         float x[W];
-        const int64_t element = (w.first_block + block) * w.shape.block + i;
+        const int64_t element = w.first_value(block) + i;
         load<W>(values + i, x);
         forget_not_finite<W>(x, a.residual == nullptr ? nullptr : a.residual + element);
 #pragma unroll
@@ -255,7 +265,7 @@ __device__ __forceinline__ void decode_tiles(Worker<F>& w, const Decode& a) {
         store_wide<W>(a.out + element, x);
       });
     }
-  }
+  });
 }
 
 }  // namespace

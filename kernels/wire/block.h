@@ -106,13 +106,6 @@ GW_HD uint32_t rotation_sign(int i) {
 #endif
 }
 
-// Clamps the magnitude of x to `most`; NaN is unchanged. Compares integers, whose minimum is one instruction.
-GW_HD float within(float x, float most) {
-  const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu, limit = float_bits(most);
-  const uint32_t less = magnitude < limit ? magnitude : limit;
-  return bits_float((magnitude > 0x7f800000u ? magnitude : less) | (bits & 0x80000000u));
-}
-
 // Computes in `to` the randomized Hadamard transform of n values. Lanes may override this and
 // rotate_block_back().
 //

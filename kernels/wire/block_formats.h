@@ -10,10 +10,10 @@
 #include "kernels/wire/topk.h"
 #include "kernels/wire/varbits.h"
 
-// FORMAT(type, name in specs) for each format, in the order of the docs. fp8 has a separate layout on the
-// wire and kernels of its own on CUDA (fp8.cu).
+// FORMAT(type, name in specs) for each format, in the order of the docs.
 // clang-format off
-#define GW_TILED_FORMATS(FORMAT) \
+#define GW_BLOCK_FORMATS(FORMAT) \
+  FORMAT(Fp8, fp8) \
   FORMAT(Int8, int8) \
   FORMAT(Int4, int4) \
   FORMAT(Int2, int2) \
@@ -28,9 +28,6 @@
   FORMAT(Eden, eden) \
   FORMAT(VarBits, varbits) \
   FORMAT(TopK, topk)
-#define GW_BLOCK_FORMATS(FORMAT) \
-  FORMAT(Fp8, fp8) \
-  GW_TILED_FORMATS(FORMAT)
 // clang-format on
 
 namespace gradwire {

@@ -3,6 +3,7 @@
 // sizes, optional rotations and topk take block.cuh.
 #pragma once
 
+#include "kernels/cuda/copies.cuh"
 #include "kernels/wire/block.cuh"
 #include "kernels/wire/register_lanes.cuh"
 
@@ -19,21 +20,6 @@ constexpr int register_block() {
   } else {
     return F::kMaxBlock;
   }
-}
-
-// Copies 16 bytes to shared memory; visible after wait_for_copies() and a barrier.
-__device__ __forceinline__ void copy_16(uint8_t* to, const uint8_t* from) {
-#ifdef __CUDA_ARCH__
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-#else
-  *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-#endif
-}
-__device__ __forceinline__ void wait_for_copies() {
-#ifdef __CUDA_ARCH__
-  asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
 }
 
 // Keeps nvcc from computing x again for each use.
@@ -61,13 +47,15 @@ struct RegisterWorker {
   static constexpr int kBlock = register_block<F>();
   using Lanes = RegisterLanes<kBlock>;
   static constexpr int kTeams = Lanes::kTeams, kHeld = Lanes::kHeld;
-  // Blocks per multiprocessor for which the kernels' registers suffice; sm_80 needs a few more registers.
+  // The scales of all blocks follow the codes of all blocks, on the wire (fp8.h) and in a tile.
+  static constexpr bool kSplit = requires { F::wire_bytes(0); };
+    // Blocks per multiprocessor for which the kernels' registers suffice; sm_80 needs a few more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int kMost = 3;
 #else
   static constexpr int kMost = 4;
 #endif
-  static constexpr int kMinBlocks = kHeld > 8 ? 2 : kMost;
+  static constexpr int kMinBlocks = kSplit ? 3 : kHeld > 8 ? 2 : kMost;
   static constexpr int kStaged = kHeld > 8 ? 4 : 8;         // inputs in shared memory at a time, at most
   static constexpr int kTileBytes = kTeams * (kBlock + 4);  // at most
   TileShape shape;
@@ -79,7 +67,7 @@ struct RegisterWorker {
   const uint8_t* mine;                  // the first input's bytes of the team's block
   int skew;                             // of `mine`, from a 4-byte boundary
   int64_t first_block = 0, offset = 0;  // the tile's first block, and where it begins on the wire
-  int blocks = 0, tile_bytes = 0;       // number of blocks in the tile, and of their bytes
+  int blocks = 0, tile_bytes = 0;       // number of blocks in the tile, and of their bytes (kSplit: codes)
   bool fast = false;                    // the tile has only whole blocks, at 16-byte boundaries
 
   template <typename Coder>
@@ -109,49 +97,71 @@ struct RegisterWorker {
     if constexpr (F::kRotation == Rotation::always) lanes.signs = held(lanes.all_signs());
     coded = shared + terms_bytes();
     staged = coded + room_bytes(shape);
-    mine = held_shared(staged + lanes.team * shape.bytes);
-    skew = held(lanes.team * shape.bytes % 4);
+    mine = held_shared(staged + lanes.team * pitch());
+    skew = kSplit ? 0 : held(lanes.team * pitch() % 4);
     staged = held_shared(staged);
   }
   // Begins the tile at block `first` of `all`.
-  __device__ __forceinline__ void begin(int64_t first, int64_t all) {
+  __device__ __forceinline__ void begin_tile(int64_t first, int64_t all) {
     first_block = first;
     blocks = all - first < shape.blocks ? static_cast<int>(all - first) : shape.blocks;
     fast = wide && count - first * kBlock >= shape.blocks * kBlock;
-    offset = held(first * shape.bytes);
-    tile_bytes = held(blocks * shape.bytes);
+    offset = held(first * pitch());
+    tile_bytes = held(blocks * pitch());
+    if (kSplit && count - offset < tile_bytes) tile_bytes = static_cast<int>(count - offset);
+  }
+  // Returns the distance of blocks in bytes.
+  __device__ __forceinline__ int pitch() const {
+    return kSplit ? kBlock : shape.bytes;
+  }
+  // Calls body(most, begin, bytes, at) for each run of the tile's bytes on the wire: `bytes` bytes, at most
+  // `most`, from `begin` on, are at `at` in shared memory.
+  template <typename Body>
+  __device__ __forceinline__ void each_run(const Body& body) const {
+    body(std::integral_constant<int, kTileBytes>(), offset, tile_bytes, 0);
+    if constexpr (kSplit)
+      body(std::integral_constant<int, kTeams>(), fp8_scales_offset(count) + first_block, blocks,
+           kTeams * kBlock);
   }
   // Copies the tile's bytes of inputs [0, n), n <= kInputs, to `staged`, an input by each part of the
   // threads; called by all threads of the block.
   template <int kInputs, typename Input>
   __device__ __forceinline__ void stage(int n, const Input& input) const {
     constexpr int kCopiers = kBlockThreads / kInputs;
-    const int j = static_cast<int>(threadIdx.x) / kCopiers, whole = tile_bytes & ~15;
+    const int j = static_cast<int>(threadIdx.x) / kCopiers;
     __syncthreads();  // all threads have read the earlier bytes
     if (j < n) {
       const int thread = static_cast<int>(threadIdx.x) % kCopiers;
-      const auto* const from = held(static_cast<const uint8_t*>(input(j)) + offset + 16 * thread);
-      uint8_t* const to = held_shared(staged + j * room_bytes(shape) + 16 * thread);
+      each_run([&](auto most, int64_t begin, int bytes, int at) {
+        const int whole = bytes & ~15;
+        const auto* const from = held(static_cast<const uint8_t*>(input(j)) + begin + 16 * thread);
+        uint8_t* const to = held_shared(staged + j * room_bytes(shape) + at + 16 * thread);
 #pragma unroll
-      for (int at = 0; at < kTileBytes; at += 16 * kCopiers) {
-        if (at + 16 * thread < whole) copy_16(to + at, from + at);
-      }
-      const int last = whole - 15 * thread;
-      if (whole + thread < tile_bytes) to[last] = from[last];
+        for (int i = 0; i < most; i += 16 * kCopiers) {
+          if (i + 16 * thread < whole) copy_async<16>(to + i, from + i, true);
+        }
+        const int last = whole - 15 * thread;
+        if (whole + thread < bytes) to[last] = from[last];
+      });
     }
-    wait_for_copies();
+    end_copies();
+    wait_for_copies<0>();
     __syncthreads();
   }
   __device__ __forceinline__ void put(void* wire) const {
-    const int thread = static_cast<int>(threadIdx.x), whole = tile_bytes & ~15;
-    uint8_t* const to = static_cast<uint8_t*>(wire) + offset;
+    const int thread = static_cast<int>(threadIdx.x);
     __syncthreads();  // all threads have written the bytes
+    each_run([&](auto most, int64_t begin, int bytes, int at) {
+      const int whole = bytes & ~15;
+      uint8_t* const to = static_cast<uint8_t*>(wire) + begin;
+      const uint8_t* const from = coded + at;
 #pragma unroll
-    for (int i = 0; i < kTileBytes; i += 16 * kBlockThreads) {
-      const int at = i + 16 * thread;
-      if (at < whole) *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(coded + at);
-    }
-    if (whole != tile_bytes && whole + thread < tile_bytes) to[whole + thread] = coded[whole + thread];
+      for (int j = 0; j < most; j += 16 * kBlockThreads) {
+        const int i = j + 16 * thread;
+        if (i < whole) *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+      }
+      if (whole != bytes && whole + thread < bytes) to[whole + thread] = from[whole + thread];
+    });
     __syncthreads();
   }
 
@@ -205,11 +215,20 @@ struct RegisterWorker {
 #pragma unroll 1
     for (int i = lanes.lane; i < valid(); i += Lanes::kGroup) mine[i] = lanes.terms[i];
   }
+  // Returns the place, for the coder, of the team's block, whose codes are at `at` in a tile.
+  template <typename Byte>
+  __device__ __forceinline__ auto place(Byte* at) const {
+    if constexpr (kSplit) {
+      return typename F::template Place<Byte>{at, at + kTeams * kBlock - lanes.team * (kBlock - 1)};
+    } else {
+      return at;
+    }
+  }
   // Decodes the team's block of a staged input, which is at `from`.
   template <typename Values>
   __device__ __forceinline__ void decode(const uint8_t* from, Values values) const {
     const RegisterLanes<kBlock, true> reading{lanes.lane, lanes.team, lanes.terms, skew, lanes.signs};
-    coder.decode(reading, from, kBlock, values);
+    coder.decode(reading, place(from), kBlock, values);
   }
   // Adds the same, times `scale`, to `sums`.
   __device__ __forceinline__ void add_decoded(const uint8_t* from, float scale, float* sums) const {
@@ -223,62 +242,16 @@ struct RegisterWorker {
   }
 };
 
-// Adds own + residual to the sums of the block.
-template <typename F>
-__device__ __forceinline__ void add_own_held(const RegisterWorker<F>& w, const ReduceEncode& a,
-                                             float (&sums)[RegisterWorker<F>::kHeld]) {
-  constexpr int kHeld = RegisterWorker<F>::kHeld;
-  float own[kHeld] = {}, kept[kHeld] = {};
-  w.load_block(a.own, own);
-  if (a.residual != nullptr) {
-    w.load_block(a.residual, kept);
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) own[k] = fmaf(a.residual_scale, kept[k], own[k]);
-  }
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) sums[k] = fmaf(a.own_scale, own[k], sums[k]);
-}
-
-// Writes the residual and the result of a block whose encoding decodes to `sent`.
-template <typename F>
-__device__ __forceinline__ void finish_held(const RegisterWorker<F>& w, const ReduceEncode& a,
-                                            const float* sums, float* sent) {
-  constexpr int kHeld = RegisterWorker<F>::kHeld;
-  constexpr bool kFar = F::kMasks || F::kRotation == Rotation::always;
-  if (a.residual != nullptr) {
-    float left[kHeld] = {};
-    if (a.wire != nullptr) to_residuals<kHeld>(sums, sent, residual_unit(a), kFar, left);
-    w.store_block(a.residual, left);
-  }
-  if (a.out != nullptr) {
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) sent[k] *= a.out_scale;
-    w.store_block(a.out, sent);
-  }
-}
-
-// Returns the random bits of a block that begins at `first`; none, to round to nearest.
-template <int kBlock>
-__device__ __forceinline__ HeldRandom random_of(const RoundingBits& draws, uint64_t first, bool drawn) {
-  const uint64_t last = first + kBlock - 1;
-  HeldRandom random{draws.key, draws.key, static_cast<uint32_t>(first), drawn};
-  if (first >> 32 != draws.near || last >> 32 != draws.near) {
-    random.key = rounding_key(draws.seed, draws.stream, first);
-    random.next = rounding_key(draws.seed, draws.stream, last);
-  }
-  return random;
-}
-
 // Encodes the team's block, and stores what it decodes to in `sent`.
 template <typename F>
 __device__ __forceinline__ void encode_held(const RegisterWorker<F>& w, const ReduceEncode& a,
                                             const RoundingBits& draws, float* sums, float* sent) {
   constexpr int kHeld = RegisterWorker<F>::kHeld;
-  uint8_t* const to = w.coded + w.lanes.team * w.shape.bytes;
+  uint8_t* const at = w.coded + w.lanes.team * w.pitch();
+  const auto to = w.place(at);
   const int valid = w.valid();
-  const int64_t first = a.rounding.first_element + w.first_value();
-  const HeldRandom random = random_of<RegisterWorker<F>::kBlock>(
-      draws, static_cast<uint64_t>(first), F::kStochastic && a.rounding.mode == Rounding::stochastic);
+  const BlockRandom random(draws, a.rounding.first_element + w.first_value(), w.kBlock,
+                           F::kStochastic && a.rounding.mode == Rounding::stochastic);
   const HeldValues sent_values{sent};
   const ReadValues<kHeld> values(sums);
   if constexpr (requires {
@@ -289,41 +262,47 @@ __device__ __forceinline__ void encode_held(const RegisterWorker<F>& w, const Re
   } else {
     w.coder.encode(w.lanes, values, valid, random, to, sent_values);
     w.lanes.sync();
-    w.coder.decode(w.lanes, static_cast<const uint8_t*>(to), w.kBlock, sent_values);
+    w.coder.decode(w.lanes, w.place(static_cast<const uint8_t*>(at)), w.kBlock, sent_values);
   }
 }
 
-// Encodes all tiles of this thread block.
+// Returns the sums of the team's block.
 template <typename F>
-__device__ __forceinline__ void reduce_encode_registers(RegisterWorker<F>& w, const ReduceEncode& a) {
+__device__ __forceinline__ void sum_held(const RegisterWorker<F>& w, const ReduceEncode& a,
+                                         float (&sums)[RegisterWorker<F>::kHeld]) {
   constexpr int kHeld = RegisterWorker<F>::kHeld, kStaged = RegisterWorker<F>::kStaged;
   [[maybe_unused]] constexpr int kUnroll = kHeld > 8 ? 1 : 2;  // more takes too many registers
-  const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
-  const RoundingBits draws(a.rounding.seed, step_of(a.rounding),
-                           static_cast<uint64_t>(a.rounding.first_element));
-  for (int64_t tile = int64_t{blockIdx.x} * w.shape.blocks; tile < all; tile += stride) {
-    w.begin(tile, all);
-    float sums[kHeld];  // -0 is the additive identity, also for -0
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) sums[k] = -0.0f;
-    const uint8_t* from = w.mine;
+  for (int k = 0; k < kHeld; ++k) sums[k] = -0.0f;  // the additive identity, also for -0
+  const uint8_t* from = w.mine;
 #pragma unroll 1
-    for (int input = 0, staged = 0;;) {
-      if (input == a.own_position) add_own_held(w, a, sums);
-      if (input >= a.num_inputs) break;
-      if (input == staged) {
-        w.template stage<kStaged>(a.num_inputs - input, [&](int j) { return a.inputs[input + j]; });
-        staged = a.num_inputs - input < kStaged ? a.num_inputs : input + kStaged;
-        from = w.mine;
-      }
-      const int end = input < a.own_position && a.own_position < staged ? a.own_position : staged;
-      if (!w.has_block()) input = end;
-#pragma unroll kUnroll
-      for (; input < end; ++input, from += w.room_bytes(w.shape))
-        w.add_decoded(from, a.input_scale(input), sums);
+  for (int input = 0, staged = 0;;) {
+    if (input == a.own_position)
+      add_own(
+          a, [&](const float* values, float(&x)[kHeld]) { w.load_block(values, x); }, sums);
+    if (input >= a.num_inputs) break;
+    if (input == staged) {
+      w.template stage<kStaged>(a.num_inputs - input, [&](int j) { return a.inputs[input + j]; });
+      staged = a.num_inputs - input < kStaged ? a.num_inputs : input + kStaged;
+      from = w.mine;
     }
+    const int end = input < a.own_position && a.own_position < staged ? a.own_position : staged;
+    if (!w.has_block()) input = end;
+#pragma unroll kUnroll
+    for (; input < end; ++input, from += w.room_bytes(w.shape))
+      w.add_decoded(from, a.input_scale(input), sums);
+  }
+}
+
+template <typename F>
+__device__ __forceinline__ void reduce_encode_tiles(RegisterWorker<F>& w, const ReduceEncode& a) {
+  constexpr int kHeld = RegisterWorker<F>::kHeld;
+  constexpr bool kFar = F::kMasks || F::kRotation == Rotation::always;
+  const RoundingBits draws = draws_of(a);
+  for_tiles(w, [&] {
+    float sums[kHeld], sent[kHeld];
+    sum_held(w, a, sums);
     if (w.has_block()) {
-      float sent[kHeld];
       if (!w.fast) {  // encode sees 0 after the end of the array
         w.lanes.each(0, [&](Slot i) { sums[i.k] = i.i < w.valid() ? sums[i.k] : 0.0f; });
       }
@@ -333,20 +312,18 @@ __device__ __forceinline__ void reduce_encode_registers(RegisterWorker<F>& w, co
 #pragma unroll
         for (int k = 0; k < kHeld; ++k) sent[k] = sums[k];
       }
-      finish_held(w, a, sums, sent);
+      finish(a, kFar, sums, sent, [&](float* to, const float* x) { w.store_block(to, x); });
     }
     if (a.wire != nullptr) w.put(a.wire);
-  }
+  });
 }
 
 template <typename F>
-__device__ __forceinline__ void decode_registers(RegisterWorker<F>& w, const Decode& a) {
+__device__ __forceinline__ void decode_tiles(RegisterWorker<F>& w, const Decode& a) {
   constexpr int kHeld = RegisterWorker<F>::kHeld;
-  const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
-  for (int64_t tile = int64_t{blockIdx.x} * w.shape.blocks; tile < all; tile += stride) {
-    w.begin(tile, all);
+  for_tiles(w, [&] {
     w.template stage<1>(1, [&](int) { return a.wire; });
-    if (!w.has_block()) continue;
+    if (!w.has_block()) return;
     float x[kHeld], none = 0.0f;
     w.decode(w.mine, HeldValues{x});
 #pragma unroll
@@ -359,7 +336,7 @@ __device__ __forceinline__ void decode_registers(RegisterWorker<F>& w, const Dec
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) x[k] *= a.scale;
     w.store_block(a.out, x);
-  }
+  });
 }
 
 }  // namespace

@@ -127,6 +127,13 @@ struct Largest {
   }
 };
 
+// Clamps the magnitude of x to `most`; NaN is unchanged. Compares integers, whose minimum is one instruction.
+GW_HD float within(float x, float most) {
+  const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu, limit = float_bits(most);
+  const uint32_t less = magnitude < limit ? magnitude : limit;
+  return bits_float((magnitude > 0x7f800000u ? magnitude : less) | (bits & 0x80000000u));
+}
+
 // Encodes n values, at least `count`, as E4M3. Returns the byte of their power-of-two scale, the least scale
 // that does not clamp any value.
 template <typename Lanes, typename Values, typename Random, typename Sink>
@@ -135,7 +142,26 @@ GW_HD uint8_t encode_e4m3(const Lanes& lanes, Values values, int count, int n, R
   const Largest largest(lanes, values, count);
   const uint8_t scale = fp8_scale_byte(largest.bits);
   const float inverse = fp8_inverse_scale(scale), unit = fp8_scale(scale);
-  if (largest.finite) {
+  if constexpr (requires { Lanes::kRows; }) {  // converts four values at a time
+    float x[Lanes::kHeld];
+    uint32_t fours[Lanes::kRows] = {};
+    lanes.each(n, [&](auto i) GW_HD_LAMBDA { x[i.k] = values[i] * inverse; });
+    if (!largest.finite || largest.bits > kFp8MostBits) {  // rare
+      lanes.each(n, [&](auto i) GW_HD_LAMBDA {
+        const bool finite = is_finite(x[i.k]);
+        fours[i.k / 4] |= finite ? 0u : 0x7fu << (8 * (i.k % 4));
+        x[i.k] = finite ? within(x[i.k], E4M3::most()) : bits_float(float_bits(x[i.k]) & 0x80000000u);
+      });
+    }
+    if (random != nullptr)
+      lanes.each(n, [&](auto i) GW_HD_LAMBDA { x[i.k] = e4m3_stochastic(x[i.k], random[i]); });
+    for (int row = 0; row < Lanes::kRows; ++row) {
+      fours[row] |= floats_to_e4m3x4(x + 4 * row);
+      e4m3x4_to_floats(fours[row], x + 4 * row);
+    }
+    lanes.each(n, [&](auto i) GW_HD_LAMBDA { sink.template put<false>(i, unit * x[i.k]); });
+    lanes.template pack_fours<8>(fours, codes);
+  } else if (largest.finite) {
     with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
       pack_codes<8>(lanes, n, codes, [=](auto i) GW_HD_LAMBDA {
         const uint32_t code = float_to_e4m3<true>(values[i] * inverse, draw(i));
@@ -151,6 +177,21 @@ GW_HD uint8_t encode_e4m3(const Lanes& lanes, Values values, int count, int n, R
     });
   }
   return scale;
+}
+// Decodes n codes of encode_e4m3(), whose scale is `scale`; only the first `count` are needed.
+template <typename Lanes, typename Values>
+GW_HD void decode_e4m3(const Lanes& lanes, const uint8_t* codes, uint8_t scale, int n, int count,
+                       Values values) {
+  const float unit = fp8_scale(scale);
+  decode_codes<8>(
+      lanes, codes, n, count, values,
+      [=](const auto& words, float* x) GW_HD_LAMBDA {
+        for (const uint32_t four : words) {
+          e4m3x4_to_floats(four, x);
+          x += 4;
+        }
+      },
+      [=](uint32_t code) GW_HD_LAMBDA { return unit * e4m3_to_float(code); }, 1.0f, unit);
 }
 
 // Calls body(i, begin(i / kGroup)) for i in [0, n), a multiple of kGroup. The host calls `begin` once per

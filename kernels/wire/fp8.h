@@ -26,7 +26,8 @@ GW_HD int64_t fp8_scales_offset(int64_t count) {
   return (count + 15) / 16 * 16;
 }
 
-// FP8 as a block format (kernels/wire/block.h); the layout on the wire differs.
+// FP8 as a block format (kernels/wire/block.h) whose codes and scales are apart, on the wire and in a tile of
+// blocks in a GPU's shared memory.
 struct Fp8 {
   static constexpr int kBlock = kFp8Block, kMaxBlock = kBlock;
   static constexpr const char* kSummary = "E4M3 with a power-of-two scale per 128 values";
@@ -37,6 +38,7 @@ struct Fp8 {
   static constexpr std::array<const char*, 0> kExamples = {};
 
   GW_HD static int block() { return kBlock; }
+  GW_HD static int bytes() { return kBlock + 1; }
   static int64_t wire_bytes(int64_t count) {
     return fp8_scales_offset(count) + (count + kFp8Block - 1) / kFp8Block;
   }
@@ -53,25 +55,16 @@ struct Fp8 {
     return {wire + block * kBlock, wire + fp8_scales_offset(count) + block};
   }
 
-  template <typename Lanes, typename Sink = NoSink>
-  GW_HD static void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
+  template <typename Lanes, typename Values, typename Random, typename Sink = NoSink>
+  GW_HD static void encode(const Lanes& lanes, Values values, int count, Random random,
                            const Place<uint8_t>& to, const Sink& sink = {}) {
     *to.scale = encode_e4m3(lanes, values, count, count, random, to.codes, sink);
   }
 
   template <typename Lanes, typename Values>
   GW_HD static void decode(const Lanes& lanes, const Place<const uint8_t>& from, int count, Values values) {
-    const float scale = fp8_scale(*from.scale);
-    unpack_codes<8>(lanes, from.codes, count, count,
-                    [=](int i, uint32_t code) GW_HD_LAMBDA { values[i] = scale * e4m3_to_float(code); });
+    decode_e4m3(lanes, from.codes, *from.scale, count, count, values);
   }
 };
-
-namespace cuda {  // fp8.cu
-template <>
-void reduce_encode(CudaStream stream, const BlockCoder<Fp8>& coder, const ReduceEncode& a);
-template <>
-void decode(CudaStream stream, const BlockCoder<Fp8>& coder, const Decode& a);
-}  // namespace cuda
 
 }  // namespace gradwire

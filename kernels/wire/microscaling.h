@@ -81,16 +81,7 @@ struct MxFp8 {
   }
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
-    const float scale = fp8_scale(from[32]);
-    decode_codes<8>(
-        lanes, from, 32, count, values,
-        [=](const auto& words, float* x) GW_HD_LAMBDA {
-          for (const uint32_t codes : words) {
-            e4m3x4_to_floats(codes, x);
-            x += 4;
-          }
-        },
-        [=](uint32_t code) GW_HD_LAMBDA { return scale * e4m3_to_float(code); }, 1.0f, scale);
+    decode_e4m3(lanes, from, from[32], 32, count, values);
   }
 };
 
@@ -204,9 +195,9 @@ struct NvFp4 {
     const float x = e4m3_to_float(scale);
     return x > 0.0f ? 1.0f / x : 0.0f;
   }
-  template <typename Lanes>
-  GW_HD static void encode_in_groups(const Lanes& lanes, const float* values, const uint16_t* random,
-                                     float down, uint8_t* to) {
+  template <typename Lanes, typename Random>
+  GW_HD static void encode_in_groups(const Lanes& lanes, const float* values, Random random, float down,
+                                     uint8_t* to) {
     uint8_t* const scales = to + 64;
     for (int g = 0; g < kGroups; ++g) {
       const float* const group = values + kGroup * g;

@@ -11,18 +11,24 @@
 namespace gradwire::reference {
 namespace {
 
-// Returns S of element i; value(k, i) is the decoded value of input k.
-template <typename Value>
-float sum_at(const ReduceEncode& a, int64_t i, const Value& value) {
-  const float own = a.residual != nullptr ? std::fma(a.residual_scale, a.residual[i], a.own[i]) : a.own[i];
+// Returns the sum of `own` and value(k), the value of input k, in the order of `a`.
+template <typename Args, typename Value>
+float sum_of(const Args& a, float own, const Value& value) {
   float s = 0.0f;
   for (int term = 0; term <= a.num_inputs; ++term) {
     const int input = term < a.own_position ? term : term - 1;
-    const float x = term == a.own_position ? own : value(input, i);
+    const float x = term == a.own_position ? own : value(input);
     const float scale = term == a.own_position ? a.own_scale : a.input_scale(input);
     s = term == 0 ? scale * x : std::fma(scale, x, s);
   }
   return s;
+}
+
+// Returns S of element i; value(k) is the decoded value of input k.
+template <typename Value>
+float sum_at(const ReduceEncode& a, int64_t i, const Value& value) {
+  const float own = a.residual != nullptr ? std::fma(a.residual_scale, a.residual[i], a.own[i]) : a.own[i];
+  return sum_of(a, own, value);
 }
 
 // Sets residual and result of element i, which has the sum s and is sent as `sent`. `rest` is the difference
@@ -114,7 +120,7 @@ void reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a) {
     std::vector<float> s(static_cast<size_t>(n)), sent(s), scratch(s);
     for (int i = 0; i < count; ++i) {
       s[static_cast<size_t>(i)] =
-          sum_at(a, begin + i, [&](int input, int64_t at) { return inputs[input][at - begin]; });
+          sum_at(a, begin + i, [&](int k) { return inputs[k][static_cast<size_t>(i)]; });
     }
     if (a.wire != nullptr) {
       std::vector<uint16_t> random;
@@ -145,21 +151,14 @@ void decode(const BlockCoder<F>& coder, const Decode& a) {
 
 void fp32_reduce(const Reduce& a) {
   for (int64_t i = 0; i < a.count; ++i) {
-    float s = 0.0f;
-    for (int term = 0; term <= a.num_inputs; ++term) {
-      const int input = term < a.own_position ? term : term - 1;
-      const float x = term == a.own_position ? a.own[i] : a.inputs[input][i];
-      const float scale = term == a.own_position ? a.own_scale : a.input_scale(input);
-      s = term == 0 ? scale * x : std::fma(scale, x, s);
-    }
-    a.out[i] = a.scale * s;
+    a.out[i] = a.scale * sum_of(a, a.own[i], [&](int k) { return a.inputs[k][i]; });
   }
 }
 
 void bf16_reduce_encode(const ReduceEncode& a) {
   auto* wire = static_cast<uint16_t*>(a.wire);
   for (int64_t i = 0; i < a.count; ++i) {
-    const float s = sum_at(a, i, [&](int k, int64_t at) { return bf16_value(a.inputs[k], at); });
+    const float s = sum_at(a, i, [&](int k) { return bf16_value(a.inputs[k], i); });
     if (wire != nullptr) {
       wire[i] = a.rounding.mode == Rounding::nearest ? float_to_bf16_nearest(s)
                                                      : float_to_bf16_stochastic(s, random_of(a.rounding, i));

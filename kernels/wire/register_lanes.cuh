@@ -2,9 +2,6 @@
 // to a lane (block_registers.cuh).
 #pragma once
 
-#include <cstddef>
-
-#include "kernels/math/random.h"
 #include "kernels/wire/block_lanes.cuh"
 
 namespace gradwire::cuda {
@@ -45,19 +42,6 @@ struct ReadValues {
 #endif
     return value;
   }
-};
-// Random bits of the elements from `first` on, drawn when used. A key serves 2^32 elements, so a block has
-// one or two.
-struct HeldRandom {
-  RoundingKey key, next;
-  uint32_t first;
-  bool drawn;
-  __device__ __forceinline__ uint32_t operator[](Slot slot) const {
-    const uint32_t element = first + static_cast<uint32_t>(slot.i);
-    const uint32_t word = rounding_word(element < first ? next : key, rounding_word_of(element));
-    return (word >> rounding_shift_of(element)) & 0xffffu;
-  }
-  __device__ __forceinline__ bool operator!=(std::nullptr_t) const { return drawn; }
 };
 struct KeepSent {
   HeldValues sent;
