@@ -482,12 +482,6 @@ Context& context_for(CudaStream stream) {
   return *contexts.front().second;
 }
 
-template <typename S>
-void apply_epilogue(CudaStream stream, const Gemm& g) {
-  g.epilogue == Epilogue::gelu_tanh ? bias_gelu(stream, gelu_after<S>(g))
-                                    : bias_gelu_backward(stream, d_gelu_after<S>(g));
-}
-
 }  // namespace
 
 void gemm(CudaStream stream, const Gemm& g) {
@@ -499,7 +493,9 @@ void gemm(CudaStream stream, const Gemm& g) {
   const bool planned = g.k > 0 && fits && context.planned(g);
   if (!planned && g.epilogue != Epilogue::none) {
     gemm(stream, without_epilogue(g));
-    return g.c.type == Element::bf16 ? apply_epilogue<Bf16>(stream, g) : apply_epilogue<float>(stream, g);
+    return apply_epilogue(
+        g, [=](const auto& a) { bias_gelu(stream, a); },
+        [=](const auto& a) { bias_gelu_backward(stream, a); });
   }
   Gemm product = g;
   if (!planned && g.bias.data != nullptr) {

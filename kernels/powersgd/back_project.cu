@@ -141,13 +141,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   panel.column0 = (block - a.matrices.starts[matrix].panel) * panel.width;
   panel.columns = min(panel.width, d.cols - panel.column0);
   panel.parts = shared;
-  if (a.flags != nullptr && a.flags[matrix] != 0) {  // M was not finite
+  if (flagged(a.flags, matrix)) {  // M was not finite
     for (int item = static_cast<int>(threadIdx.x); item < panel.columns * d.rank; item += kThreads) {
       a.q[d.q_offset + static_cast<int64_t>(panel.column0) * d.rank + item] = 0.0f;
     }
     return;
   }
-  const bool pending = is_pending(a.pending, matrix);
+  const bool pending = a.pending.exist(matrix);
   if (d.cols % 4 == 0 && aligned16(a.m + d.offset) && (!kForms || aligned16(a.residual + d.offset))) {
     back_project_panel<kRank, kForms, true>(a, d, pending, panel);
   } else {
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                         .rows = d.rows,
                         .formed = a.first > 0};
   float* const q = a.q + d.q_offset + static_cast<int64_t>(column0) * d.rank;
-  if (a.flags != nullptr && a.flags[matrix] != 0) {  // M was not finite
+  if (flagged(a.flags, matrix)) {  // M was not finite
     const int k = static_cast<int>(threadIdx.x) % kWarpTile;
     for (int column = static_cast<int>(threadIdx.x) / kWarpTile; column < panel.columns; column += kWarps) {
       if (k < panel.factors) q[static_cast<int64_t>(column) * panel.rank + k0 + k] = 0.0f;

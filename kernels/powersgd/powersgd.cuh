@@ -71,10 +71,6 @@ struct Quad {
   }
 };
 
-__device__ __forceinline__ bool is_pending(const PendingFactors& pending, int matrix) {
-  return pending.p != nullptr && (pending.flags == nullptr || pending.flags[matrix] == 0);
-}
-
 // Replaces E in `m` by M. `keep` is the value for the residual: E where the gradient is not finite, the
 // largest float where only the sum is not finite.
 __device__ __forceinline__ void add_gradient(const float (&gradient)[4], float (&m)[4], float (&keep)[4]) {
