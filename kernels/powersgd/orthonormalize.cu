@@ -86,14 +86,6 @@ __device__ __forceinline__ void gram_block(const float* in, int32_t n, int rank,
   __syncthreads();
 }
 
-__device__ __forceinline__ void gram_matrix(const float* in, int32_t n, int rank, const Workspace& w) {
-#pragma unroll 1
-  for (int left = 0; left < rank; left += kBlock) {
-#pragma unroll 1
-    for (int right = 0; right <= left; right += kBlock) gram_block(in, n, rank, left, right, w);
-  }
-}
-
 // Computes weights, so that A * weights has orthonormal columns, from the Gram matrix; marks dependent
 // columns. Returns the smallest pivot, or 0 if a column is dependent, to the first warp.
 __device__ __forceinline__ double factor(const Workspace& w, int pass, int rank) {
@@ -193,7 +185,11 @@ __global__ void __launch_bounds__(kThreads)
   TallMatrix m = matrix_of(a, d);
   if (thread == 0) infinite[0] = 0;
   for (int pass = 0; pass < kMaxOrthonormalizePasses; ++pass) {
-    gram_matrix(m.in, m.n, m.rank, w);
+#pragma unroll 1
+    for (int left = 0; left < m.rank; left += kBlock) {
+#pragma unroll 1
+      for (int right = 0; right <= left; right += kBlock) gram_block(m.in, m.n, m.rank, left, right, w);
+    }
     if (pass == 0) {
       // Squares of floats are finite in double, and so is their sum, unless there is a NaN or an Inf.
       if (thread < m.rank && !(w.gram[thread * (w.stride + 1)] < 1e300)) infinite[0] = 1;

@@ -390,12 +390,8 @@ void powersgd_project(CudaStream stream, const PowerSgdProject& op) {
   const MatrixTable& table = *op.table;
   ProjectArgs a{matrices_of(table), op.grad, op.residual, op.pending, op.q, op.p};
   const int rank = table.max_rank(), parts = (rank + kWarpTile - 1) / kWarpTile;
-  if (rank <= 1) {
-    launch_project<1>(stream, a, table);
-  } else if (rank <= 2) {
-    launch_project<2>(stream, a, table);
-  } else if (rank <= kMaxNarrowRank) {
-    launch_project<4>(stream, a, table);
+  if (rank <= kMaxNarrowRank) {
+    with_narrow_rank(rank, [&]<int kRank>() { launch_project<kRank>(stream, a, table); });
   } else if (parts == 1 || op.residual == nullptr) {
     a.parts = parts;
     launch_project_wide(stream, a, table);
