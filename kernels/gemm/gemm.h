@@ -98,17 +98,16 @@ inline Gemm without_epilogue(Gemm g) {
   return g;
 }
 
-// Return the op for gelu_tanh and the op for d_gelu_tanh; S is C's type.
-template <typename S>
-BiasGelu<S> gelu_after(const Gemm& g) {
-  S* c = g.c.at<S>(0);
-  return {
-      .x = g.aux.data != nullptr ? g.aux.at<S>(0) : c, .y = c, .rows = g.m, .width = g.n, .form = Gelu::tanh};
-}
-template <typename S>
-BiasGeluBackward<S> d_gelu_after(const Gemm& g) {
-  S* c = g.c.at<S>(0);
-  return {.pre = g.aux.at<S>(0), .dy = c, .d_pre = c, .rows = g.m, .width = g.n, .form = Gelu::tanh};
+// Calls gelu(args) or gelu_backward(args) for the op that follows a product without its epilogue.
+template <typename F, typename B>
+void apply_epilogue(const Gemm& g, const F& gelu, const B& gelu_backward) {
+  const auto apply = [&]<typename S>(S* c) {
+    if (g.epilogue == Epilogue::gelu_tanh)
+      return gelu(BiasGelu<S>{g.aux.data != nullptr ? g.aux.at<S>(0) : c, c, g.m, g.n, Gelu::tanh});
+    gelu_backward(BiasGeluBackward<S>{
+        .pre = g.aux.at<S>(0), .dy = c, .d_pre = c, .rows = g.m, .width = g.n, .form = Gelu::tanh});
+  };
+  g.c.type == Element::bf16 ? apply(g.c.at<Bf16>(0)) : apply(g.c.at<float>(0));
 }
 
 }  // namespace gradwire

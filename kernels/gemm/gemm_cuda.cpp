@@ -100,11 +100,6 @@ using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
 using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
 using CudaMemory = Owned<void*, cudaFree>;
 
-// The tuning file for a kind of product whose algorithm is to be found by timing.
-struct Tuning {
-  TuningFile* file = nullptr;
-  TuningFile::Key key;
-};
 // The handle, stream and workspace of a thread's products on a stream.
 struct LtContext {
   cublasLtHandle_t lt = nullptr;
@@ -112,6 +107,7 @@ struct LtContext {
   void* workspace = nullptr;
   size_t workspace_bytes = 0;
   size_t cache_bytes = 0;  // size of the device's L2 cache
+  std::string device_name = {};
 };
 
 // The most algorithms that cuBLASLt is asked for, and how many of them, the fastest of the first round, are
@@ -169,6 +165,23 @@ std::array<uint32_t, 5> alignments_of(const Gemm& g) {
           g.aux.data == nullptr ? 0 : alignment_of(g.aux.data)};
 }
 
+// Returns the kind of product as text, the key in the tuning file.
+std::string kind_of(const Gemm& g) {
+  auto type = [](Element t) { return t == Element::bf16 ? "bf16" : "fp32"; };
+  const auto aligned = alignments_of(g);
+  std::string batch;
+  if (g.batch > 1)
+    batch = fmt::format(" batch={} strides={},{},{}", g.batch, g.stride_a, g.stride_b, g.stride_c);
+  std::string epilogue;
+  if (g.epilogue != Epilogue::none)
+    epilogue = fmt::format(" {} aux={}", g.epilogue == Epilogue::gelu_tanh ? "gelu" : "dgelu", aligned[4]);
+  return fmt::format("{}{} m={} n={} k={} lda={} ldb={} ldc={} {}->{}{}{} aligned={},{},{},{}{}{}",
+                     g.transpose_a ? 'T' : 'N', g.transpose_b ? 'T' : 'N', g.m, g.n, g.k, g.lda, g.ldb, g.ldc,
+                     type(g.a.type), type(g.c.type), g.precision == Precision::tf32 ? " tf32" : "",
+                     g.bias.data != nullptr ? " bias" : "", aligned[0], aligned[1], aligned[2], aligned[3],
+                     epilogue, batch);
+}
+
 cublasLtEpilogue_t epilogue_of(const Gemm& g) {
   const bool bias = g.bias.data != nullptr;
   switch (g.epilogue) {
@@ -205,21 +218,20 @@ void lay_out(Layout& layout, Element type, int64_t rows, int64_t columns, int64_
 // epilogues has the layout of D.
 class Plan {
  public:
-  // Selects an algorithm; usable() is false if there is none. `tuning`: the file and the key to look up;
-  // null: use cuBLASLt's first choice.
-  Plan(const LtContext& context, const Gemm& g, const Tuning* tuning) {
+  // Selects an algorithm, cuBLASLt's first choice without a tuning file; usable() is false if there is none.
+  Plan(const LtContext& context, const Gemm& g) {
     describe(g);
     const Preference preference = preference_for(g, context.workspace_bytes);
-    const bool times = tuning != nullptr;
+    TuningFile* const file = TuningFile::shared();
     std::array<cublasLtMatmulHeuristicResult_t, kMaxFound> found = {};
     int count = 0;
-    const cublasStatus_t status =
-        cublasLtMatmulAlgoGetHeuristic(context.lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(),
-                                       preference.get(), times ? kMaxFound : 1, found.data(), &count);
+    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+        context.lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(), preference.get(),
+        file != nullptr ? kMaxFound : 1, found.data(), &count);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) return;
     check_cublas(status, "cublasLtMatmulAlgoGetHeuristic");
     if (found[0].state == CUBLAS_STATUS_SUCCESS) algorithm_ = found[0].algo;
-    if (times) choose(context, g, *tuning, {found.data(), static_cast<size_t>(count)});
+    if (file != nullptr) choose(context, g, *file, {found.data(), static_cast<size_t>(count)});
   }
 
   bool usable() const { return algorithm_.has_value(); }
@@ -277,9 +289,9 @@ class Plan {
 
   // Returns false if the file has no algorithm for the product, or if this library rejects the saved
   // algorithm.
-  bool take_saved(const LtContext& context, const Tuning& tuning) {
+  bool take_saved(const LtContext& context, const TuningFile& file, const TuningFile::Key& key) {
     cublasLtMatmulAlgo_t saved = {};
-    const auto text = tuning.file->find(tuning.key);
+    const auto text = file.find(key);
     if (!text || !from_hex_bytes(*text, &saved, sizeof saved)) return false;
     cublasLtMatmulHeuristicResult_t checked = {};
     if (cublasLtMatmulAlgoCheck(context.lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(), &saved,
@@ -291,9 +303,11 @@ class Plan {
   }
 
   // Uses the algorithm in the file, or times the algorithms that cuBLASLt found and saves the fastest.
-  void choose(const LtContext& context, const Gemm& g, const Tuning& tuning,
+  void choose(const LtContext& context, const Gemm& g, TuningFile& file,
               std::span<const cublasLtMatmulHeuristicResult_t> found) {
-    if (take_saved(context, tuning)) return;
+    const TuningFile::Key key{context.device_name, fmt::format("cublasLt {}", cublasLtGetVersion()),
+                              kind_of(g)};
+    if (take_saved(context, file, key)) return;
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     GW_CUDA_CHECK(cudaStreamIsCapturing(context.stream, &capture));
     if (capture != cudaStreamCaptureStatusNone) return;  // timing is not possible during a capture
@@ -326,7 +340,7 @@ class Plan {
     }
     if (timed.empty()) return;
     algorithm_ = std::ranges::min_element(timed, {}, ms)->second;
-    tuning.file->add(tuning.key, hex_bytes(&*algorithm_, sizeof *algorithm_));
+    file.add(key, hex_bytes(&*algorithm_, sizeof *algorithm_));
   }
 
   template <typename T>
@@ -356,23 +370,6 @@ PlanKey key_of(const Gemm& g) {
            one ? 0 : g.stride_c}};
 }
 
-// Returns the kind of product as text, the key in the tuning file.
-std::string kind_of(const Gemm& g) {
-  auto type = [](Element t) { return t == Element::bf16 ? "bf16" : "fp32"; };
-  const auto aligned = alignments_of(g);
-  std::string batch;
-  if (g.batch > 1)
-    batch = fmt::format(" batch={} strides={},{},{}", g.batch, g.stride_a, g.stride_b, g.stride_c);
-  std::string epilogue;
-  if (g.epilogue != Epilogue::none)
-    epilogue = fmt::format(" {} aux={}", g.epilogue == Epilogue::gelu_tanh ? "gelu" : "dgelu", aligned[4]);
-  return fmt::format("{}{} m={} n={} k={} lda={} ldb={} ldc={} {}->{}{}{} aligned={},{},{},{}{}{}",
-                     g.transpose_a ? 'T' : 'N', g.transpose_b ? 'T' : 'N', g.m, g.n, g.k, g.lda, g.ldb, g.ldc,
-                     type(g.a.type), type(g.c.type), g.precision == Precision::tf32 ? " tf32" : "",
-                     g.bias.data != nullptr ? " bias" : "", aligned[0], aligned[1], aligned[2], aligned[3],
-                     epilogue, batch);
-}
-
 // One thread's products on one stream, with the handle, the workspace and the plans.
 class Context {
  public:
@@ -383,7 +380,6 @@ class Context {
     GW_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     cudaDeviceProp properties = {};
     GW_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
-    device_name_ = properties.name;
     const size_t workspace_bytes = size_t{major >= 9 ? 32u : 4u}
                                    << 20;  // the size that NVIDIA's documentation recommends
     const Ones ones;
@@ -393,8 +389,9 @@ class Context {
         cudaMemcpyAsync(const_cast<Ones*>(ones_), &ones, sizeof ones, cudaMemcpyHostToDevice, stream));
     GW_CUBLAS_CHECK(cublasSetWorkspace(handle_.get(), workspace_.get(), workspace_bytes));
     // A cuBLAS handle contains a cuBLASLt handle and may be used as one.
-    lt_ = {reinterpret_cast<cublasLtHandle_t>(handle_.get()), stream, workspace_.get(), workspace_bytes,
-           static_cast<size_t>(properties.l2CacheSize)};
+    lt_ = {
+        reinterpret_cast<cublasLtHandle_t>(handle_.get()), stream,         workspace_.get(), workspace_bytes,
+        static_cast<size_t>(properties.l2CacheSize),       properties.name};
     GW_CUBLAS_CHECK(cublasSetMathMode(
         handle_.get(),
         static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
@@ -403,13 +400,7 @@ class Context {
   // Runs the product by a plan. Returns false when cuBLASLt has no algorithm for the product.
   bool planned(const Gemm& g) {
     auto at = plans_.find(key_of(g));
-    if (at == plans_.end()) {
-      std::optional<Tuning> tuning;
-      if (TuningFile* const file = TuningFile::shared())
-        tuning = {file, {device_name_, fmt::format("cublasLt {}", cublasLtGetVersion()), kind_of(g)}};
-      auto plan = std::make_unique<Plan>(lt_, g, tuning ? &*tuning : nullptr);
-      at = plans_.emplace(key_of(g), std::move(plan)).first;
-    }
+    if (at == plans_.end()) at = plans_.emplace(key_of(g), std::make_unique<Plan>(lt_, g)).first;
     if (!at->second->usable()) return false;
     at->second->run(lt_, g);
     return true;
@@ -453,7 +444,6 @@ class Context {
     Bf16 bf16 = narrow<Bf16>(1.0f);
   };
 
-  std::string device_name_;
   CudaMemory workspace_;  // destroyed after the handle
   Owned<cublasHandle_t, cublasDestroy> handle_;
   LtContext lt_;
@@ -482,12 +472,6 @@ Context& context_for(CudaStream stream) {
   return *contexts.front().second;
 }
 
-template <typename S>
-void apply_epilogue(CudaStream stream, const Gemm& g) {
-  g.epilogue == Epilogue::gelu_tanh ? bias_gelu(stream, gelu_after<S>(g))
-                                    : bias_gelu_backward(stream, d_gelu_after<S>(g));
-}
-
 }  // namespace
 
 void gemm(CudaStream stream, const Gemm& g) {
@@ -499,7 +483,9 @@ void gemm(CudaStream stream, const Gemm& g) {
   const bool planned = g.k > 0 && fits && context.planned(g);
   if (!planned && g.epilogue != Epilogue::none) {
     gemm(stream, without_epilogue(g));
-    return g.c.type == Element::bf16 ? apply_epilogue<Bf16>(stream, g) : apply_epilogue<float>(stream, g);
+    return apply_epilogue(
+        g, [=](const auto& a) { bias_gelu(stream, a); },
+        [=](const auto& a) { bias_gelu_backward(stream, a); });
   }
   Gemm product = g;
   if (!planned && g.bias.data != nullptr) {

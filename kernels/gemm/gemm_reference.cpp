@@ -29,18 +29,14 @@ void product(const Gemm& g) {
   }
 }
 
-template <typename S>
-void apply_epilogue(const Gemm& g) {
-  g.epilogue == Epilogue::gelu_tanh ? bias_gelu(gelu_after<S>(g)) : bias_gelu_backward(d_gelu_after<S>(g));
-}
-
 }  // namespace
 
 void gemm(const Gemm& g) {
   detail::check(g);
   if (g.epilogue != Epilogue::none) {
     gemm(without_epilogue(g));
-    return g.c.type == Element::bf16 ? apply_epilogue<Bf16>(g) : apply_epilogue<float>(g);
+    return apply_epilogue(
+        g, [](const auto& a) { bias_gelu(a); }, [](const auto& a) { bias_gelu_backward(a); });
   }
   if (g.a.type == Element::fp32) return product<float, float>(g);
   if (g.c.type == Element::fp32) return product<Bf16, float>(g);

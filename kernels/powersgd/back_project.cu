@@ -141,13 +141,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   panel.column0 = (block - a.matrices.starts[matrix].panel) * panel.width;
   panel.columns = min(panel.width, d.cols - panel.column0);
   panel.parts = shared;
-  if (a.flags != nullptr && a.flags[matrix] != 0) {  // M was not finite
+  if (flagged(a.flags, matrix)) {  // M was not finite
     for (int item = static_cast<int>(threadIdx.x); item < panel.columns * d.rank; item += kThreads) {
       a.q[d.q_offset + static_cast<int64_t>(panel.column0) * d.rank + item] = 0.0f;
     }
     return;
   }
-  const bool pending = is_pending(a.pending, matrix);
+  const bool pending = a.pending.exist(matrix);
   if (d.cols % 4 == 0 && aligned16(a.m + d.offset) && (!kForms || aligned16(a.residual + d.offset))) {
     back_project_panel<kRank, kForms, true>(a, d, pending, panel);
   } else {
@@ -155,26 +155,16 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-template <int kRank, bool kForms>
-void launch_back_project(CudaStream stream, const MatrixTable& table, const BackProjectArgs& a) {
-  launch(kForms ? "powersgd_project_onto" : "powersgd_back_project", back_project_kernel<kRank, kForms>,
-         {.grid = dim3(static_cast<unsigned>(table.host_blocks().back().panel)),
-          .block = dim3(kThreads),
-          .shared_bytes = size_t{kWarps * kMaxPanelColumns * kRank} * sizeof(float),
-          .stream = stream},
-         a);
-}
-
 template <bool kForms>
-void launch_for_rank(CudaStream stream, const MatrixTable& table, const BackProjectArgs& a) {
-  int rank = table.max_rank();
-  if (rank <= 1) {
-    launch_back_project<1, kForms>(stream, table, a);
-  } else if (rank <= 2) {
-    launch_back_project<2, kForms>(stream, table, a);
-  } else {
-    launch_back_project<4, kForms>(stream, table, a);
-  }
+void launch_back_project(CudaStream stream, const MatrixTable& table, const BackProjectArgs& a) {
+  with_narrow_rank(table.max_rank(), [&]<int kRank>() {
+    launch(kForms ? "powersgd_project_onto" : "powersgd_back_project", back_project_kernel<kRank, kForms>,
+           {.grid = dim3(static_cast<unsigned>(table.host_blocks().back().panel)),
+            .block = dim3(kThreads),
+            .shared_bytes = size_t{kWarps * kMaxPanelColumns * kRank} * sizeof(float),
+            .stream = stream},
+           a);
+  });
 }
 
 // Above kMaxNarrowRank: a block computes 64 columns x 32 columns of P, and M is read once for 32 columns.
@@ -286,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                         .rows = d.rows,
                         .formed = a.first > 0};
   float* const q = a.q + d.q_offset + static_cast<int64_t>(column0) * d.rank;
-  if (a.flags != nullptr && a.flags[matrix] != 0) {  // M was not finite
+  if (flagged(a.flags, matrix)) {  // M was not finite
     const int k = static_cast<int>(threadIdx.x) % kWarpTile;
     for (int column = static_cast<int>(threadIdx.x) / kWarpTile; column < panel.columns; column += kWarps) {
       if (k < panel.factors) q[static_cast<int64_t>(column) * panel.rank + k0 + k] = 0.0f;
@@ -314,7 +304,7 @@ void powersgd_back_project(CudaStream stream, const PowerSgdBackProject& op) {
   const BackProjectArgs a{
       .matrices = matrices_of(*op.table), .m = op.m, .p = op.p, .q = op.q, .flags = op.flags};
   op.table->max_rank() > kMaxNarrowRank ? launch_back_project_wide(stream, *op.table, a)
-                                        : launch_for_rank<false>(stream, *op.table, a);
+                                        : launch_back_project<false>(stream, *op.table, a);
 }
 
 void powersgd_project_onto(CudaStream stream, const PowerSgdProjectOnto& op) {
@@ -326,7 +316,7 @@ void powersgd_project_onto(CudaStream stream, const PowerSgdProjectOnto& op) {
                     .pending = op.pending,
                     .p = op.p,
                     .q = op.q};
-  launch_for_rank<true>(stream, *op.table, a);
+  launch_back_project<true>(stream, *op.table, a);
   if (op.table->max_rank() <= kMaxNarrowRank) return;
   a.m = op.residual, a.first = kMaxNarrowRank;
   launch_back_project_wide(stream, *op.table, a);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/powersgd/orthonormalize.h"
+#include "kernels/powersgd/powersgd_simd.h"
 #include "kernels/simd/vector.h"
 #include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"
@@ -31,18 +32,6 @@ struct LargeMatrix {
   float* out;
   int32_t n;
 };
-
-// Runs body(matrix, part) for all parts of the matrices that are active. `parts` counts a matrix's parts.
-template <typename Parts, typename Body>
-void for_parts(const std::vector<LargeMatrix>& all, const Parts& parts, const Body& body) {
-  std::vector<int64_t> first{0};
-  for (const LargeMatrix& m : all) first.push_back(first.back() + parts(m));
-  parallel_for(first.back(), 1, [&](int64_t at, int64_t) {
-    const auto after = std::upper_bound(first.begin(), first.end(), at);
-    const auto i = static_cast<size_t>(after - first.begin()) - 1;
-    body(all[i], static_cast<int>(at - first[i]));
-  });
-}
 
 void gram_part(const LargeMatrix& m, int pass, int tiles, int part) {
   static PerThread<AlignedMemory<double>> memory;

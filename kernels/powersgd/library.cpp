@@ -8,15 +8,6 @@ namespace {
 
 ThinProducts* stand_in = nullptr;
 
-ThinProducts* on_cuda() {
-#ifdef GRADWIRE_HAS_CUDA
-  static ThinProducts* const library = cuda::thin_products();
-  return library;
-#else
-  return nullptr;
-#endif
-}
-
 // Forms M in the residual, if there is one, multiplies, and overwrites the factor `p` or `q` of matrices
 // whose M is not finite.
 template <typename Project>
@@ -63,7 +54,13 @@ std::vector<ThinGemm> thin_gemms(const MatrixTable& table, bool onto_p, const fl
 }
 
 ThinProducts* thin_products(const Device& device) {
-  return device.is_host() ? stand_in : on_cuda();
+  if (device.is_host()) return stand_in;
+#ifdef GRADWIRE_HAS_CUDA
+  static ThinProducts* const library = cuda::thin_products();
+  return library;
+#else
+  return nullptr;
+#endif
 }
 
 void stand_in_for_thin_products(ThinProducts* on_the_host) {

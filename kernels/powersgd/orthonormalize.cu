@@ -6,9 +6,7 @@
 // in tiles of 8 x 8: each element is then converted to FP64 once for 32 columns. The algorithm is that of
 // kernels/powersgd/orthonormalize_host.cpp. All threads take each decision (a column is dependent, another
 // pass is needed) from the same shared values. Deterministic: sums have a fixed order.
-#include "kernels/powersgd/orthonormalize.h"
-
-#include "kernels/powersgd/powersgd.cuh"
+#include "kernels/powersgd/orthonormalize.cuh"
 
 namespace gradwire::cuda {
 namespace {
@@ -19,25 +17,22 @@ constexpr int kBlock = 32;  // columns whose sums a warp keeps, as kTiles tiles 
 constexpr int kTiles = kBlock / 8;
 constexpr int kRows = 16;  // rows of the result that a warp computes at once
 
-struct OrthonormalizeArgs {
-  Matrices matrices;
-  Factor which;
-  const float* in;
-  float* out;
-  int32_t* flags;
-  bool keep_flags;
-  uint64_t seed;
-  const uint64_t* step;
-};
-
-// Shared memory of a block. Square arrays have rows of `stride` doubles: one more than columns, against bank
-// conflicts.
+// A block's shared memory: the arrays that large matrices have in global memory, whose `square` holds the
+// weights, by tiles of 4 x 8 in the order of lanes; and two tiles of `size` rows, the rank rounded up to
+// whole panels.
+constexpr int kScratchDoubles = kMaxSmallRank * (kMaxSmallRank + 4);
 struct Workspace {
-  double *a, *b;    // (rank, stride) each
-  double* weights;  // by tiles of 4 x 8, in the order of lanes
-  int stride;
-  int *order, *attempts, *dependent;  // (rank) elements each
-  double* scale;                      // (rank) elements
+  LargeScratch s;
+  int size, stride;  // rows of `gram` are one more than columns apart, against bank conflicts
+  double* factors;   // rows kStride apart
+  double* gram;      // later the inverses of the factor's panels, rows kStride apart
+
+  __device__ __forceinline__ Workspace(double* shared, int rank)
+      : s(shared, rank),
+        size((rank + kPanel - 1) / kPanel * kPanel),
+        stride(size + 1),
+        factors(shared + kScratchDoubles),
+        gram(factors + size * kStride) {}
 };
 
 // Loads every eighth column of a row, from `column` on; columns beyond the rank are zero.
@@ -47,7 +42,7 @@ __device__ __forceinline__ void load_columns(const float* from, int column, int 
   for (int t = 0; t < kTiles; ++t) x[t] = there && column + 8 * t < rank ? from[8 * t] : 0.0f;
 }
 
-// Computes columns [left, left + 32) x [right, right + 32) of w.a = A^T A, and their mirror image. A warp
+// Computes columns [left, left + 32) x [right, right + 32) of w.gram = A^T A, and their mirror image. A warp
 // sums four rows of every 48; the warps' sums are added in order.
 __device__ __forceinline__ void gram_block(const float* in, int32_t n, int rank, int left, int right,
                                            const Workspace& w) {
@@ -83,91 +78,35 @@ __device__ __forceinline__ void gram_block(const float* in, int32_t n, int rank,
       const int i = left + e / (2 * kTiles) * 8 + lane / 4;
       const int j = right + e / 2 % kTiles * 8 + lane % 4 * 2 + e % 2;
       if (i >= rank || j >= rank) continue;
-      double& total = w.a[i * w.stride + j];
+      double& total = w.gram[i * w.stride + j];
       total = (warp == 0 ? 0.0 : total) + sum[e / (2 * kTiles)][e / 2 % kTiles][e % 2];
-      if (left != right) w.a[j * w.stride + i] = total;
+      if (left != right) w.gram[j * w.stride + i] = total;
     }
   }
   __syncthreads();
 }
 
-__device__ __forceinline__ void gram_matrix(const float* in, int32_t n, int rank, const Workspace& w) {
-#pragma unroll 1
-  for (int left = 0; left < rank; left += kBlock) {
-#pragma unroll 1
-    for (int right = 0; right <= left; right += kBlock) gram_block(in, n, rank, left, right, w);
-  }
-}
-
-// Subtracts L[i][j] times row j from each row i below row j. Columns up to j belong to the inverse, later
-// columns to the matrix.
-__device__ __forceinline__ void eliminate(int rank, int j, const Workspace& w) {
-  int rows = rank - j - 1;
-  for (int item = static_cast<int>(threadIdx.x); item < rows * rank; item += kThreads) {
-    int i = j + 1 + item / rank, c = item % rank;
-    if (c > i) continue;
-    double l = w.b[i * w.stride + j];
-    if (c <= j) {
-      w.a[i * w.stride + c] -= l * w.a[j * w.stride + c];
-    } else {
-      w.b[i * w.stride + c] -= l * w.b[c * w.stride + j];
-    }
-  }
-  __syncthreads();
-}
-
-// Replaces the Gram matrix in w.a by weights, so that A * weights has orthonormal columns; marks dependent
-// columns. Returns to all threads the smallest pivot, or 0 if a column is dependent.
-__device__ __forceinline__ double factor(int rank, const Workspace& w) {
-  int thread = static_cast<int>(threadIdx.x);
+// Computes weights, so that A * weights has orthonormal columns, from the Gram matrix; marks dependent
+// columns. Returns the smallest pivot, or 0 if a column is dependent, to the first warp.
+__device__ __forceinline__ double factor(const Workspace& w, int pass, int rank) {
+  const int thread = static_cast<int>(threadIdx.x), size = w.size;
+  const auto column = [&](int k) { return k < rank ? column_of(w.s, pass, k) : k; };
   if (thread < rank) {
-    double square = w.a[thread * w.stride + thread];
-    w.scale[thread] = square > 0.0 ? 1.0 / sqrt(square) : 0.0;
+    const double square = w.gram[column(thread) * (w.stride + 1)];
+    w.s.scale[thread] = square > 0.0 ? 1.0 / square : 0.0;
+  }
+  for (int item = thread; item < size * size; item += kThreads) {
+    const int i = item / size, j = item % size;
+    const double padding = i == j ? 1.0 : 0.0;  // the identity
+    w.factors[i * kStride + j] = i < rank && j < rank ? w.gram[column(i) * w.stride + column(j)] : padding;
   }
   __syncthreads();
-  // w.b: the scaled Gram matrix in elimination order, later the factor L. w.a: the identity, later 1/L.
-  for (int item = thread; item < rank * rank; item += kThreads) {
-    int i = item / rank, j = item % rank, ci = w.order[i], cj = w.order[j];
-    w.b[i * w.stride + j] = w.a[ci * w.stride + cj] * w.scale[ci] * w.scale[cj];
-  }
-  __syncthreads();
-  for (int item = thread; item < rank * rank; item += kThreads) {
-    w.a[item / rank * w.stride + item % rank] = item / rank == item % rank ? 1.0 : 0.0;
-  }
-  __syncthreads();
-
-  double smallest = 1.0;
-  for (int j = 0; j < rank; ++j) {
-    double pivot = w.b[j * w.stride + j];
-    bool dependent = !(pivot > kDependentPivot);
-    double inverse_root = dependent ? 1.0 : 1.0 / sqrt(pivot);
-    smallest = dependent ? 0.0 : fmin(smallest, pivot);
-    if (thread == 0) w.dependent[w.order[j]] = dependent ? 1 : 0;
-    // Scale column j of L below the diagonal, and row j of the inverse up to the diagonal.
-    if (thread > j && thread < rank) {
-      double& entry = w.b[thread * w.stride + j];
-      entry = dependent ? 0.0 : entry * inverse_root;
-    } else if (thread <= j) {
-      w.a[j * w.stride + thread] *= inverse_root;
-    }
-    __syncthreads();
-    eliminate(rank, j, w);
-  }
-
-  // Restores the columns' original order, transposed, scaled: weight (k, c) takes column k into c.
-  for (int item = thread; item < rank * rank; item += kThreads) {
-    w.b[item / rank * w.stride + item % rank] = 0.0;
-  }
-  __syncthreads();
-  for (int item = thread; item < rank * rank; item += kThreads) {
-    int i = item / rank, j = item % rank;
-    if (j <= i) w.b[w.order[j] * w.stride + w.order[i]] = w.a[i * w.stride + j] * w.scale[w.order[j]];
-  }
-  __syncthreads();
-  const int across = (rank + 7) / 8;
-  for (int item = thread; item < (rank + 3) / 4 * across * 32; item += kThreads) {
-    const int k = item / 32 / across * 4 + item % 4, c = item / 32 % across * 8 + item % 32 / 4;
-    w.weights[item] = k < rank && c < rank ? w.b[k * w.stride + c] : 0.0;
+  const double smallest =
+      factor_panels<kWarps>(w.factors, w.gram, size / kPanel, rank, w.s.scale, w.s.dependent);
+  for (int item = thread; item < size * size; item += kThreads) {
+    const int i = item / size, j = item % size, k = column(i), c = column(j);
+    w.s.square[(k / 4 * (kMaxSmallRank / 8) + c / 8) * 32 + c % 8 * 4 + k % 4] =
+        i / kPanel <= j / kPanel ? w.factors[i * kStride + j] : 0.0;
   }
   __syncthreads();
   return smallest;
@@ -175,11 +114,14 @@ __device__ __forceinline__ double factor(int rank, const Workspace& w) {
 
 // Computes out = in * weights, with dependent columns drawn again. `out` may equal `in`: a warp has loaded
 // its rows when it writes them.
-__device__ __forceinline__ void apply(const OrthonormalizeArgs& a, const MatrixDescriptor& d, const float* in,
-                                      float* out, int32_t n, const Workspace& w) {
+__device__ __forceinline__ void apply(const OrthonormalizeArgs& a, const MatrixDescriptor& d,
+                                      const TallMatrix& m, int pass, const LargeScratch& s) {
   constexpr int kMaxSteps = kMaxSmallRank / 4;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int rank = d.rank, across = (rank + 7) / 8;
+  const int rank = m.rank, across = (rank + 7) / 8;
+  const int32_t n = m.n;
+  const float* const in = m.in;
+  float* const out = m.out;
 #pragma unroll 1
   for (int32_t row0 = kRows * warp; row0 < n; row0 += kRows * kWarps) {
     float x[2][kMaxSteps];
@@ -202,7 +144,7 @@ __device__ __forceinline__ void apply(const OrthonormalizeArgs& a, const MatrixD
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
           if (tile0 + i >= across) continue;
-          const double weight = w.weights[(t * across + tile0 + i) * 32 + lane];
+          const double weight = s.square[(t * (kMaxSmallRank / 8) + tile0 + i) * 32 + lane];
           multiply_add(y[0][i], x[0][t], weight);
           multiply_add(y[1][i], x[1][t], weight);
         }
@@ -218,36 +160,14 @@ __device__ __forceinline__ void apply(const OrthonormalizeArgs& a, const MatrixD
     }
   }
   __syncthreads();
-  const uint64_t step = a.step != nullptr ? *a.step : 0;
-  for (int column = 0; column < rank; ++column) {
-    if (w.dependent[column] == 0) continue;
+  const uint64_t step = a.op.step != nullptr ? *a.op.step : 0;
+  for (int k = 0; k < rank; ++k) {
+    const int column = column_of(s, pass, k), draws = s.dependent[k];
+    if (draws == 0) continue;
     for (int32_t row = static_cast<int>(threadIdx.x); row < n; row += kThreads) {
       out[static_cast<int64_t>(row) * rank + column] =
-          reseed_value(a.seed, step, d.seed_id, static_cast<int>(a.which), column, w.attempts[column], row);
+          reseed_value(a.op.seed, step, d.seed_id, static_cast<int>(a.op.which), column, draws - 1, row);
     }
-  }
-  __syncthreads();
-}
-
-// Moves columns that were ever re-seeded to the end of the elimination order; the order of the other columns
-// is unchanged.
-__device__ __forceinline__ void update_order(int rank, const Workspace& w) {
-  if (threadIdx.x == 0) {
-    int sorted[2] = {0, 0};
-    for (int k = 0; k < rank; ++k) {
-      w.attempts[k] += w.dependent[k];
-      sorted[1] += w.attempts[k] == 0 ? 1 : 0;
-    }
-    // w.dependent is free until the next factor(); the loop builds the new order in it.
-    for (int i = 0; i < rank; ++i) {
-      int column = w.order[i];
-      if (w.attempts[column] == 0) {
-        w.dependent[sorted[0]++] = column;
-      } else {
-        w.dependent[sorted[1]++] = column;
-      }
-    }
-    for (int i = 0; i < rank; ++i) w.order[i] = w.dependent[i];
   }
   __syncthreads();
 }
@@ -255,71 +175,48 @@ __device__ __forceinline__ void update_order(int rank, const Workspace& w) {
 __global__ void __launch_bounds__(kThreads)
     orthonormalize_kernel(const __grid_constant__ OrthonormalizeArgs a) {
   GW_DYNAMIC_SHARED(double, shared);
-  __shared__ int order[kMaxSmallRank], attempts[kMaxSmallRank], dependent[kMaxSmallRank];
-  __shared__ double scale[kMaxSmallRank];
-  __shared__ int infinite[1];
-  int matrix = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
-  if (a.keep_flags && a.flags[matrix] != 0) return;
+  __shared__ int infinite[1];  // later: whether a column was drawn
+  __shared__ double smallest[1];
+  const int matrix = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  if (a.op.keep_flags && a.op.flags[matrix] != 0) return;
   const MatrixDescriptor d = a.matrices.descriptors[matrix];
   if (d.rank > kMaxSmallRank) return;
-  int64_t offset = a.which == Factor::p ? d.p_offset : d.q_offset;
-  int32_t n = a.which == Factor::p ? d.rows : d.cols;
-  const float* in = a.in + offset;
-  float* out = a.out + offset;
-
-  Workspace w;
-  w.stride = d.rank + 1;
-  w.a = shared;
-  w.b = w.a + d.rank * w.stride;
-  w.weights = w.b + d.rank * w.stride;
-  w.order = order;
-  w.attempts = attempts;
-  w.dependent = dependent;
-  w.scale = scale;
-  if (thread < d.rank) {
-    order[thread] = thread;
-    attempts[thread] = 0;
-  }
+  const Workspace w(shared, d.rank);
+  TallMatrix m = matrix_of(a, d);
   if (thread == 0) infinite[0] = 0;
   for (int pass = 0; pass < kMaxOrthonormalizePasses; ++pass) {
-    gram_matrix(in, n, d.rank, w);
+#pragma unroll 1
+    for (int left = 0; left < m.rank; left += kBlock) {
+#pragma unroll 1
+      for (int right = 0; right <= left; right += kBlock) gram_block(m.in, m.n, m.rank, left, right, w);
+    }
     if (pass == 0) {
       // Squares of floats are finite in double, and so is their sum, unless there is a NaN or an Inf.
-      if (thread < d.rank && !(w.a[thread * w.stride + thread] < 1e300)) infinite[0] = 1;
+      if (thread < m.rank && !(w.gram[thread * (w.stride + 1)] < 1e300)) infinite[0] = 1;
       __syncthreads();
-      if (infinite[0] != 0) {
-        if (thread == 0) a.flags[matrix] = 1;
-        return;
-      }
-      if (thread == 0 && !a.keep_flags) a.flags[matrix] = 0;
+      if (thread == 0 && (infinite[0] != 0 || !a.op.keep_flags)) a.op.flags[matrix] = infinite[0];
+      if (infinite[0] != 0) return;
     }
-    double smallest = factor(d.rank, w);
-    apply(a, d, in, out, n, w);
-    if (smallest >= kFinalPivot) return;
-    update_order(d.rank, w);
-    in = out;
+    const double pivot = factor(w, pass, m.rank);
+    if (thread == 0) smallest[0] = pivot;
+    count_draws(w.s, pass, m.rank, infinite);
+    apply(a, d, m, pass, w.s);
+    if (smallest[0] >= kFinalPivot) return;
+    m.in = m.out;
   }
 }
 
 }  // namespace
 
 void orthonormalize(CudaStream stream, const Orthonormalize& op) {
-  OrthonormalizeArgs a{.matrices = matrices_of(*op.table),
-                       .which = op.which,
-                       .in = op.in,
-                       .out = op.out,
-                       .flags = op.flags,
-                       .keep_flags = op.keep_flags,
-                       .seed = op.seed,
-                       .step = op.step};
-  const int size = std::min(op.table->max_rank(), kMaxSmallRank), padded = (size + 7) / 8 * 8;
-  const size_t bytes = sizeof(double) * static_cast<size_t>(2 * size * (size + 1) + padded * padded);
+  const int rank = std::min(op.table->max_rank(), kMaxSmallRank),
+            size = (rank + kPanel - 1) / kPanel * kPanel;
   launch("orthonormalize", orthonormalize_kernel,
          {.grid = dim3(static_cast<unsigned>(op.table->count())),
           .block = dim3(kThreads),
-          .shared_bytes = bytes,
+          .shared_bytes = sizeof(double) * static_cast<size_t>(kScratchDoubles + 2 * size * kStride),
           .stream = stream},
-         a);
+         OrthonormalizeArgs{.matrices = matrices_of(*op.table), .op = op});
   orthonormalize_large(stream, op);
 }
 

@@ -26,6 +26,13 @@ inline Matrices matrices_of(const MatrixTable& table) {
   return {table.device(), table.blocks(), table.count()};
 }
 
+// Calls run.template operator()<kRank>() for the kernel of ranks up to kMaxNarrowRank.
+template <typename Run>
+void with_narrow_rank(int rank, const Run& run) {
+  if (rank <= 1) return run.template operator()<1>();
+  rank <= 2 ? run.template operator()<2>() : run.template operator()<kMaxNarrowRank>();
+}
+
 // Returns the matrix of `block`. All threads of the block call it; `found` is shared; ends with a barrier.
 __device__ __forceinline__ int find_matrix(const Matrices& matrices, int32_t MatrixBlocks::*first,
                                            int32_t block, int* found) {
@@ -70,10 +77,6 @@ struct Quad {
     }
   }
 };
-
-__device__ __forceinline__ bool is_pending(const PendingFactors& pending, int matrix) {
-  return pending.p != nullptr && (pending.flags == nullptr || pending.flags[matrix] == 0);
-}
 
 // Replaces E in `m` by M. `keep` is the value for the residual: E where the gradient is not finite, the
 // largest float where only the sum is not finite.

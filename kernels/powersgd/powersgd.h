@@ -113,6 +113,19 @@ class MatrixTable {
   int64_t elements_ = 0, p_elements_ = 0, q_elements_ = 0, scratch_doubles_ = 0;
 };
 
+// Returns whether a matrix is flagged; without flags, none is.
+GW_HD bool flagged(const int32_t* flags, int matrix) {
+  return flags != nullptr && flags[matrix] != 0;
+}
+
+// Restores the previous step's residual in an element of a matrix whose M was not finite: M - grad. Where the
+// gradient is not finite, the residual is the old one already.
+GW_HD void restore(float grad, float& residual) {
+  if (!is_finite(grad)) return;
+  const float old = residual - grad;
+  residual = is_finite(old) ? old : 0.0f;
+}
+
 // The pending term of the residual: P Q^T, with P (rows, rank) and Q (cols, rank) at the table's offsets.
 // Products of the columns k of P and Q are added in the order of k; non-finite results then become 0.
 struct PendingFactors {
@@ -120,6 +133,8 @@ struct PendingFactors {
   const float* q = nullptr;
   // (table count) elements, or null: no matrix is flagged. Nonzero: nothing is pending for the matrix.
   const int32_t* flags = nullptr;
+
+  GW_HD bool exist(int matrix) const { return p != nullptr && !flagged(flags, matrix); }
 };
 
 struct PowerSgdProject {

@@ -26,16 +26,10 @@ namespace {
 
 // Rows per task: enough to amortize transposing a piece of Q.
 constexpr int64_t kTaskRows = 128;
-// The number of runs of adjacent tasks per thread.
-constexpr int64_t kRunsPerThread = 16;
 // Elements of a piece of back_project: about a megabyte, with enough rows that its sums are small in
 // comparison.
 constexpr int64_t kPieceElements = 256 * 1024;
 constexpr int64_t kPieceRowsPerRank = 64;
-
-bool flagged(const int32_t* flags, int matrix) {
-  return flags != nullptr && flags[matrix] != 0;
-}
 
 int64_t pieces_in(int64_t size, int64_t piece) {
   return (size + piece - 1) / piece;
@@ -44,29 +38,14 @@ int64_t pieces_in(int64_t size, int64_t piece) {
 // Runs body(matrix, begin, end) for kTaskRows rows at a time of every matrix, or of matrix `only`.
 template <typename Body>
 void for_rows(const MatrixTable& table, const Body& body, int only = -1) {
-  std::vector<int64_t> first_task{0};
-  for (int matrix = 0; matrix < table.count(); ++matrix) {
-    const bool wanted = only < 0 || only == matrix;
-    first_task.push_back(first_task.back() + (wanted ? pieces_in(table.host()[matrix].rows, kTaskRows) : 0));
-  }
-  int64_t run = std::max<int64_t>(1, first_task.back() / (kRunsPerThread * host_threads()));
-  parallel_for(first_task.back(), run, [&](int64_t run_begin, int64_t run_end) {
-    for (int64_t task = run_begin; task < run_end; ++task) {
-      auto after = std::upper_bound(first_task.begin(), first_task.end(), task);
-      int matrix = static_cast<int>(after - first_task.begin()) - 1;
-      int64_t begin = (task - first_task[matrix]) * kTaskRows;
-      body(matrix, begin, std::min<int64_t>(table.host()[matrix].rows, begin + kTaskRows));
-    }
-  });
-}
-
-// Restores the previous step's residual of a matrix whose M was not finite.
-void restore_run(const float* grad, float* residual, int64_t begin, int64_t end) {
-  for (int64_t at = begin; at < end; ++at) {
-    if (!is_finite(grad[at])) continue;  // already holds the old residual
-    float old = residual[at] - grad[at];
-    residual[at] = is_finite(old) ? old : 0.0f;
-  }
+  const auto index = [&](const MatrixDescriptor& d) { return static_cast<int>(&d - table.host().data()); };
+  for_parts(
+      table.host(),
+      [&](const auto& d) { return only < 0 || only == index(d) ? pieces_in(d.rows, kTaskRows) : 0; },
+      [&](const auto& d, int64_t task) {
+        const int64_t begin = task * kTaskRows;
+        body(index(d), begin, std::min<int64_t>(d.rows, begin + kTaskRows));
+      });
 }
 
 // Returns rows and columns of a matrix, starting at (row, column), with the pending factors; pending_p is
@@ -76,7 +55,7 @@ MatrixPart part_of(const MatrixTable& table, int matrix, const float* grad, floa
                    int64_t columns) {
   const MatrixDescriptor& d = table.host()[matrix];
   const int64_t origin = d.offset + row * d.cols + column;
-  const bool pends = pending.p != nullptr && !flagged(pending.flags, matrix);
+  const bool pends = pending.exist(matrix);
   return {.grad = grad + origin,
           .residual = residual != nullptr ? residual + origin : nullptr,
           .pending_p = pends ? pending.p + d.p_offset + row * d.rank : nullptr,
@@ -104,7 +83,7 @@ void settle_rows(const MatrixPart& m) {
 struct ColumnSums {
   int matrix;
   int64_t column, columns, stride;
-  int64_t piece_rows, first_piece, pieces;
+  int64_t piece_rows, pieces;
   int64_t sums;  // offset of the sums of these columns
 };
 
@@ -112,7 +91,7 @@ struct ColumnSums {
 template <typename Body>
 void sum_pieces(const MatrixTable& table, const int32_t* flags, float* q, const Body& body) {
   std::vector<ColumnSums> all;
-  int64_t pieces = 0, floats = 0;
+  int64_t floats = 0;
   for (int matrix = 0; matrix < table.count(); ++matrix) {
     const auto& d = table.host()[matrix];
     const int64_t most = piece_columns(d.rank, d.cols);
@@ -120,24 +99,19 @@ void sum_pieces(const MatrixTable& table, const int32_t* flags, float* q, const 
     for (int64_t column = 0; column < d.cols; column += most) {
       const int64_t columns = std::min<int64_t>(most, d.cols - column);
       const int64_t stride = pieces_in(columns, kStrip) * kStrip, count = pieces_in(d.rows, piece_rows);
-      all.push_back({matrix, column, columns, stride, piece_rows, pieces, count, floats});
-      pieces += count;
+      all.push_back({matrix, column, columns, stride, piece_rows, count, floats});
       floats += count * d.rank * stride;
     }
   }
   const auto sums = std::make_unique_for_overwrite<float[]>(static_cast<size_t>(floats));
-  const int64_t run = std::max<int64_t>(1, pieces / (kRunsPerThread * host_threads()));
-  parallel_for(pieces, run, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; ++at) {
-      const auto after =
-          std::upper_bound(all.begin(), all.end(), at, [](int64_t x, auto& c) { return x < c.first_piece; });
-      const ColumnSums& c = *std::prev(after);
-      const auto& d = table.host()[c.matrix];
-      if (flagged(flags, c.matrix)) continue;
-      const int64_t piece = at - c.first_piece, row = piece * c.piece_rows;
-      body(c, row, std::min(c.piece_rows, d.rows - row), sums.get() + c.sums + piece * d.rank * c.stride);
-    }
-  });
+  for_parts(
+      all, [](const ColumnSums& c) { return c.pieces; },
+      [&](const ColumnSums& c, int64_t piece) {
+        const auto& d = table.host()[c.matrix];
+        if (flagged(flags, c.matrix)) return;
+        const int64_t row = piece * c.piece_rows;
+        body(c, row, std::min(c.piece_rows, d.rows - row), sums.get() + c.sums + piece * d.rank * c.stride);
+      });
   parallel_for(static_cast<int64_t>(all.size()), 1, [&](int64_t begin, int64_t) {
     const ColumnSums& c = all[begin];
     const auto& d = table.host()[c.matrix];
@@ -188,12 +162,7 @@ void powersgd_form(const PowerSgdForm& a) {
 }
 
 void powersgd_overwrite(const PowerSgdOverwrite& a) {
-  for (int matrix = 0; matrix < a.table->count(); ++matrix) {
-    if (!flagged(a.marks, matrix)) continue;
-    const auto& d = a.table->host()[matrix];
-    if (a.p != nullptr) std::fill_n(a.p + d.p_offset, int64_t{d.rows} * d.rank, a.value);
-    if (a.q != nullptr) std::fill_n(a.q + d.q_offset, int64_t{d.cols} * d.rank, a.value);
-  }
+  reference::powersgd_overwrite(a);
 }
 
 void powersgd_back_project(const PowerSgdBackProject& a) {
@@ -210,7 +179,7 @@ void powersgd_reconstruct(const PowerSgdReconstruct& a) {
     const auto& d = a.table->host()[matrix];
     const int64_t origin = d.offset + begin * d.cols, after = d.offset + end * d.cols;
     if (flagged(a.flags, matrix)) {
-      if (a.residual != nullptr) restore_run(a.grad, a.residual, origin, after);
+      for (int64_t i = origin; a.residual != nullptr && i < after; ++i) restore(a.grad[i], a.residual[i]);
       std::fill(a.grad + origin, a.grad + after, std::numeric_limits<float>::quiet_NaN());
       return;
     }

@@ -2,9 +2,12 @@
 // several instruction sets.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "kernels/powersgd/powersgd.h"
+#include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {
 
@@ -44,5 +47,20 @@ struct ReconstructRows {
   Reconstruct mode;
 };
 void reconstruct_rows(const ReconstructRows& a);
+
+// Runs body(item, part) for the parts of all items, of which parts(item) is the number, in up to 16 runs of
+// adjacent parts per thread.
+template <typename T, typename Parts, typename Body>
+void for_parts(const std::vector<T>& items, const Parts& parts, const Body& body) {
+  std::vector<int64_t> first{0};
+  for (const T& item : items) first.push_back(first.back() + parts(item));
+  const int64_t run = std::max<int64_t>(1, first.back() / (int64_t{16} * host_threads()));
+  parallel_for(first.back(), run, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; ++at) {
+      const auto i = std::upper_bound(first.begin(), first.end(), at) - first.begin() - 1;
+      body(items[static_cast<size_t>(i)], at - first[static_cast<size_t>(i)]);
+    }
+  });
+}
 
 }  // namespace gradwire::host

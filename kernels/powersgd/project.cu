@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 2) project_kernel(const __grid_const
   const int matrix = find_matrix(a.matrices, &MatrixBlocks::row_tile, tile, found);
   const MatrixDescriptor d = a.matrices.descriptors[matrix];
   const int row0 = (tile - a.matrices.starts[matrix].row_tile) * kRowTileRows;
-  const bool pending = is_pending(a.pending, matrix);
+  const bool pending = a.pending.exist(matrix);
   if (vector_rows(a, d)) {
     project_rows<kRank, true>(a, d, pending, row0, shared);
   } else {
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, 2) project_wide_kernel(const __grid_
     const MatrixDescriptor d = a.matrices.descriptors[matrix];
     if (k0 >= d.rank) return;
     const int row0 = (block - a.matrices.starts[matrix].wide_row_tile) * kWideRowTileRows;
-    const bool pending = is_pending(a.pending, matrix);
+    const bool pending = a.pending.exist(matrix);
     if (vector_rows(a, d) && d.rank % 4 == 0 && aligned16(a.q + d.q_offset) &&
         (!pending || (aligned16(a.pending.q + d.q_offset) && aligned16(a.pending.p + d.p_offset)))) {
       project_wide_rows<kForms, true>(a, d, pending, row0, k0, shared, sums);
@@ -390,12 +390,8 @@ void powersgd_project(CudaStream stream, const PowerSgdProject& op) {
   const MatrixTable& table = *op.table;
   ProjectArgs a{matrices_of(table), op.grad, op.residual, op.pending, op.q, op.p};
   const int rank = table.max_rank(), parts = (rank + kWarpTile - 1) / kWarpTile;
-  if (rank <= 1) {
-    launch_project<1>(stream, a, table);
-  } else if (rank <= 2) {
-    launch_project<2>(stream, a, table);
-  } else if (rank <= kMaxNarrowRank) {
-    launch_project<4>(stream, a, table);
+  if (rank <= kMaxNarrowRank) {
+    with_narrow_rank(rank, [&]<int kRank>() { launch_project<kRank>(stream, a, table); });
   } else if (parts == 1 || op.residual == nullptr) {
     a.parts = parts;
     launch_project_wide(stream, a, table);

@@ -64,10 +64,7 @@ __device__ __forceinline__ void overwrite(const ReconstructArgs& a, const Matrix
   const int column = tile.column0 + static_cast<int>(threadIdx.x);
   for (int row = tile.row0; column < tile.column0 + tile.columns && row < tile.row0 + tile.rows; ++row) {
     const int64_t at = d.offset + static_cast<int64_t>(row) * d.cols + column;
-    if (a.residual != nullptr && is_finite(a.out[at])) {  // else it already holds the old residual
-      const float old = a.residual[at] - a.out[at];
-      a.residual[at] = is_finite(old) ? old : 0.0f;
-    }
+    if (a.residual != nullptr) restore(a.out[at], a.residual[at]);
     a.out[at] = bits_float(0x7fc00000u);
   }
 }
@@ -156,10 +153,10 @@ __global__ void __launch_bounds__(kThreads, 2) reconstruct_kernel(const __grid_c
       .row0 = index / across * kTileRows, .rows = 0, .column0 = index % across * kTileCols, .columns = 0};
   tile.rows = min(kTileRows, d.rows - tile.row0);
   tile.columns = min(kTileCols, d.cols - tile.column0);
-  bool flagged = a.flags != nullptr && a.flags[matrix] != 0;
-  if (kMode == Mode::settle && flagged) return;
-  if (kMode == Mode::reconstruct && flagged) return overwrite(a, d, tile);
-  const bool pending = kMode != Mode::form || (a.p != nullptr && !flagged);
+  const bool marked = flagged(a.flags, matrix);
+  if (kMode == Mode::settle && marked) return;
+  if (kMode == Mode::reconstruct && marked) return overwrite(a, d, tile);
+  const bool pending = kMode != Mode::form || (a.p != nullptr && !marked);
   bool vector =
       d.cols % 4 == 0 && aligned16(a.out + d.offset) && (kMode != Mode::form || aligned16(a.grad + d.offset));
   if (vector) {

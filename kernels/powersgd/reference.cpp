@@ -12,15 +12,11 @@
 namespace gradwire::reference {
 namespace {
 
-bool flagged(const int32_t* flags, int matrix) {
-  return flags != nullptr && flags[matrix] != 0;
-}
-
 // Returns E of element (i, j): the residual plus the pending product, whose terms are added in order. Each
 // addition is rounded once, as in the fast paths with an FMA.
 float settled(const PendingFactors& pending, int matrix, const MatrixDescriptor& d, int64_t i, int64_t j,
               float residual) {
-  if (pending.p == nullptr || flagged(pending.flags, matrix)) return residual;
+  if (!pending.exist(matrix)) return residual;
   for (int k = 0; k < d.rank; ++k) {
     residual =
         std::fma(pending.p[d.p_offset + i * d.rank + k], pending.q[d.q_offset + j * d.rank + k], residual);
@@ -39,15 +35,6 @@ float form_m(const Project& a, int matrix, const MatrixDescriptor& d, int64_t i,
     a.residual[at] = is_finite(a.grad[at]) ? std::clamp(m, -FLT_MAX, FLT_MAX) : e;
   }
   return m;
-}
-
-// Restores the previous step's residual of a matrix whose M was not finite.
-void restore(const float* grad, float* residual, int64_t begin, int64_t end) {
-  for (int64_t at = begin; at < end; ++at) {
-    if (!is_finite(grad[at])) continue;  // already holds the old residual
-    float old = residual[at] - grad[at];
-    residual[at] = is_finite(old) ? old : 0.0f;
-  }
 }
 
 }  // namespace
@@ -122,7 +109,7 @@ void powersgd_reconstruct(const PowerSgdReconstruct& a) {
     const auto& d = a.table->host()[matrix];
     if (flagged(a.flags, matrix)) {
       const int64_t end = d.offset + int64_t{d.rows} * d.cols;
-      if (a.residual != nullptr) restore(a.grad, a.residual, d.offset, end);
+      for (int64_t i = d.offset; a.residual != nullptr && i < end; ++i) restore(a.grad[i], a.residual[i]);
       std::fill(a.grad + d.offset, a.grad + end, std::numeric_limits<float>::quiet_NaN());
       continue;
     }

@@ -23,7 +23,7 @@ inline constexpr int kPitch = kDim + kVector<S>;
 // The place of a lane's four values of a 16 x 8 tile: rows row() and row() + 8, columns column() and column()
 // + 1. Values 0 and 1 belong to the first row.
 struct Lane {
-  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
   static __device__ __forceinline__ int row() { return lane() / 4; }
   static __device__ __forceinline__ int column() { return lane() % 4 * 2; }
 };

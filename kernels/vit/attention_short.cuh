@@ -22,13 +22,6 @@ constexpr int kRowBytes = kShortDim * 2, kTileBytes = kTile * kRowBytes, kSteps 
 using Bytes = unsigned char;
 using Words = uint32_t[4];  // sixteen rows of sixteen BF16 values, in the layout of mma's left operand
 
-// The same as Lane, from an unsigned remainder: fewer instructions. attention_backward_kernel would spill.
-struct FastLane {
-  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
-  static __device__ __forceinline__ int row() { return lane() / 4; }
-  static __device__ __forceinline__ int column() { return lane() % 4 * 2; }
-};
-
 // Returns the place of eight elements of a row in a matrix in shared memory. The order within a row depends
 // on the row, so that eight rows at one column lie in different banks.
 __device__ __forceinline__ int place_of(int row, int eighth) {
@@ -61,8 +54,8 @@ struct ShortHead {
   Bytes* copied[2];
   // The lane's row of the four 8 x 8 matrices of a tile's first sixteen columns: one below the other first,
   // or side by side first.
-  int below = place_of(FastLane::lane() % 16, FastLane::lane() / 16);
-  int beside = place_of(FastLane::lane() % 8 + FastLane::lane() / 16 * 8, FastLane::lane() / 8 % 2);
+  int below = place_of(Lane::lane() % 16, Lane::lane() / 16);
+  int beside = place_of(Lane::lane() % 8 + Lane::lane() / 16 * 8, Lane::lane() / 8 % 2);
 
   template <typename Args>
   __device__ __forceinline__ ShortHead(const Args& a, void* shared)
@@ -71,7 +64,7 @@ struct ShortHead {
     row = blockIdx.y * all + first;
     statistics = (blockIdx.y * gridDim.x + blockIdx.x) * all + first;
     tokens = static_cast<int>(all - first);
-    const int place = place_of(FastLane::lane() / 8, FastLane::lane() % 8);
+    const int place = place_of(Lane::lane() / 8, Lane::lane() % 8);
     copied[0] = own + place, copied[1] = own + (place ^ 64);
   }
 
@@ -84,13 +77,13 @@ struct ShortHead {
     return memory + (matrix * kMatrixBytes + j * kTileBytes);
   }
   // Returns whether the rows of the lane's part i exist.
-  __device__ __forceinline__ bool exists(int i) const { return 4 * i + FastLane::lane() / 8 < tokens; }
+  __device__ __forceinline__ bool exists(int i) const { return 4 * i + Lane::lane() / 8 < tokens; }
   // Returns the lane's part i of matrix `part` of the `parts` matrices that lie side by side in an array.
   template <typename S>
   __device__ __forceinline__ S* global(S* array, uint32_t parts, uint32_t part, uint32_t i) const {
     const uint32_t heads = gridDim.x, pitch = parts * heads * kShortDim;
-    S* first = array + (uint64_t{row + FastLane::lane() / 8} * pitch +
-                        (blockIdx.x * kShortDim + FastLane::lane() % 8 * 8));
+    S* first =
+        array + (uint64_t{row + Lane::lane() / 8} * pitch + (blockIdx.x * kShortDim + Lane::lane() % 8 * 8));
 #ifndef GRADWIRE_SIMT
     asm("" : "+l"(first));  // the compiler would share offsets of arrays, which takes registers
 #endif
@@ -167,7 +160,7 @@ struct ShortHead {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int n = 2 * kTiles - 2 + i / 4;
-      if (8 * n + i % 2 >= keys - FastLane::column()) scores[n][i % 4] = Max::kIdentity;
+      if (8 * n + i % 2 >= keys - Lane::column()) scores[n][i % 4] = Max::kIdentity;
     }
   }
 };
@@ -217,8 +210,8 @@ __global__ void __launch_bounds__(32 * kTiles) short_attention_kernel(Attention<
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     inverse[r] = reciprocal_estimate(group_reduce<4>(inverse[r], Sum()));
-    const int row = FastLane::row() + 8 * r;
-    if (a.statistics != nullptr && FastLane::column() == 0 && row < head.tokens)
+    const int row = Lane::row() + 8 * r;
+    if (a.statistics != nullptr && Lane::column() == 0 && row < head.tokens)
       reinterpret_cast<float2*>(a.statistics)[head.statistics + row] = float2{greatest[r], inverse[r]};
   }
 #pragma unroll
@@ -227,7 +220,7 @@ __global__ void __launch_bounds__(32 * kTiles) short_attention_kernel(Attention<
   head.store(words, a.merged, 1, 0, kQ);
 }
 
-// Returns the sums over sixteen rows of columns 8 FastLane::row() + FastLane::column() and the next. Each of
+// Returns the sums over sixteen rows of columns 8 Lane::row() + Lane::column() and the next. Each of
 // three exchanges halves the columns of a lane.
 __device__ __forceinline__ float2 column_sums(const Values (&tiles)[2 * kSteps]) {
   float sums[4 * kSteps];
@@ -236,7 +229,7 @@ __device__ __forceinline__ float2 column_sums(const Values (&tiles)[2 * kSteps])
 #pragma unroll
   for (int exchange = 0; exchange < 3; ++exchange) {
     const int count = 8 >> exchange;
-    const bool upper = (FastLane::lane() & 2 * count) != 0;
+    const bool upper = (Lane::lane() & 2 * count) != 0;
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
       if (i >= count) continue;
@@ -248,7 +241,7 @@ __device__ __forceinline__ float2 column_sums(const Values (&tiles)[2 * kSteps])
 }
 
 // Returns the lane's two of the dot products of corresponding rows of two left operands: of rows
-// FastLane::row() and FastLane::row() + 8. They are the diagonal of a product.
+// Lane::row() and Lane::row() + 8. They are the diagonal of a product.
 __device__ __forceinline__ float2 row_dots(const Words (&a)[kSteps], const Words (&b)[kSteps]) {
   Values tiles[2] = {};
 #pragma unroll
@@ -256,8 +249,8 @@ __device__ __forceinline__ float2 row_dots(const Words (&a)[kSteps], const Words
     multiply_add(tiles[0], a[k], b[k][0], b[k][1]);
     multiply_add(tiles[1], a[k], b[k][2], b[k][3]);
   }
-  const bool odd = FastLane::row() % 2 != 0;
-  const int from = 4 * FastLane::row() + FastLane::row() / 2;
+  const bool odd = Lane::row() % 2 != 0;
+  const int from = 4 * Lane::row() + Lane::row() / 2;
   return {__shfl_sync(kFullWarp, odd ? tiles[0][1] : tiles[0][0], from),
           __shfl_sync(kFullWarp, odd ? tiles[1][3] : tiles[1][2], from)};
 }
@@ -277,12 +270,12 @@ __device__ __forceinline__ void store_partial_sums(const AttentionBackward<Bf16>
     Values tiles[2] = {};
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) head.multiply_tile(kOnes, d_out, j, n, tiles[0], tiles[1]);
-    if (FastLane::row() == 2 * n) sums = float2{tiles[0][0], tiles[0][1]};
-    if (FastLane::row() == 2 * n + 1) sums = float2{tiles[1][0], tiles[1][1]};
+    if (Lane::row() == 2 * n) sums = float2{tiles[0][0], tiles[0][1]};
+    if (Lane::row() == 2 * n + 1) sums = float2{tiles[1][0], tiles[1][1]};
   }
   const uint32_t width = gridDim.x * kShortDim;
   float* const partial = a.workspace + uint64_t{blockIdx.y * kTiles + head.warp} * (3 * width) +
-                         blockIdx.x * kShortDim + 2 * FastLane::lane();
+                         blockIdx.x * kShortDim + 2 * Lane::lane();
   *reinterpret_cast<float2*>(partial) = column_sums(dq);
   *reinterpret_cast<float2*>(partial + width) = float2{};
   *reinterpret_cast<float2*>(partial + 2 * width) = sums;
@@ -303,7 +296,7 @@ __global__ void __launch_bounds__(32 * kTiles, 16 / kTiles)
   float2 statistics[2] = {};  // weights of rows that do not exist are 0
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = FastLane::row() + 8 * r;
+    const int row = Lane::row() + 8 * r;
     if (row < head.tokens)
       statistics[r] = reinterpret_cast<const float2*>(a.statistics)[head.statistics + row];
   }

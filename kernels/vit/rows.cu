@@ -1,13 +1,16 @@
-// layer_norm and layer_norm_backward.
+// layer_norm, softmax and their backward passes: a row to a group of lanes or, in layer_norm_backward, to a
+// warp.
 //
-// Rows of up to 1024 elements (a multiple of 4, or of 8 with BF16 operands, aligned) are read once: forward
-// holds them in the registers of a group of lanes and moves 8 B (FP32) or 6 B (BF16) per element, or 16 or 12
-// B with a residual branch. Backward holds them in shared memory and moves 12 or 10 B, plus 4 B when
-// accumulating into dx and 2 B for a rounded copy of dx, in 16-byte accesses. It computes d_gamma, d_beta and
-// the sum of dx in the same pass. A block owns a chunk of rows (kernels/math/column_chunks.h); its threads
-// keep per-column sums in registers and write one partial row. A second kernel adds the partial rows in
-// order. Other rows are processed by one block each, with 4-byte accesses, and the parameter gradients read x
-// and dy a second time. Limit: memory bandwidth. Deterministic: no atomics.
+// Rows of up to 1024 elements (a multiple of 4, or of 8 with BF16 operands, aligned) are read once: they stay
+// in registers between the passes or, in layer_norm_backward, in shared memory. In 16-byte accesses
+// layer_norm moves 8 B (FP32) or 6 B (BF16) per element, or 16 or 12 B with a residual branch; softmax 8 or 6
+// B, and its backward pass 12 or 6 B. layer_norm_backward moves 12 or 10 B, plus 4 B when accumulating into
+// dx and 2 B for a rounded copy of dx. It computes d_gamma, d_beta and the sum of dx in the same pass: a
+// block owns a chunk of rows (kernels/math/column_chunks.h); its threads keep per-column sums in registers
+// and write one partial row. A second kernel adds the partial rows in order.
+//
+// Longer rows are read again, in pieces, from cache, and rows that are not aligned in 4-byte accesses. There
+// layer_norm_backward takes a launch per sum. Limit: memory bandwidth. Deterministic: no atomics.
 #include <algorithm>
 
 #include "kernels/cuda/copies.cuh"
@@ -15,19 +18,41 @@
 #include "kernels/math/gelu.h"
 #include "kernels/vit/elementwise.h"
 #include "kernels/vit/layer_norm.h"
+#include "kernels/vit/softmax.h"
 
 namespace gradwire::cuda {
 namespace {
 
-// Adds branch + branch_bias to x, and also stores the result in `sum`.
+// Calls f(j, k) for the values v[j][k] of a slice.
+template <int Items, int V, typename F>
+__device__ __forceinline__ void each(const F& f) {
+#pragma unroll
+  for (int j = 0; j < Items; ++j) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) f(j, k);
+  }
+}
+
+// Calls run.template operator()<G, Items, V, kFits>() with the slice for rows of `width` elements at all of
+// the pointers; unless kFits, a row has several pieces of the slice's size.
+template <typename S, typename Run, typename... Pointers>
+void with_slice(int64_t width, bool aligned_rows, const Run& run, Pointers... pointers) {
+  constexpr int V = kVector<S>;
+  if (!aligned_rows || !takes_vectors<S>(width, pointers...))
+    return run.template operator()<32, 8, 1, false>();
+  if (width > kLongestSlicedRow) return run.template operator()<32, 32 / V, V, false>();
+  with_row_slice<V>(width, [&]<int G, int Items>() { run.template operator()<G, Items, V, true>(); });
+}
+
+// Adds branch + branch_bias to x, and also stores the result in `sum`, for `width` columns from `first` on.
 template <int G, int Items, int V, typename S>
-__device__ __forceinline__ void join_branch(const LayerNorm<S>& a, int64_t row, int width,
+__device__ __forceinline__ void join_branch(const LayerNorm<S>& a, int64_t row, int first, int width,
                                             RowSlice<G, Items, V>& x) {
   using Slice = RowSlice<G, Items, V>;
 #pragma unroll
   for (int j = 0; j < Items; ++j) {
-    const int c = Slice::column(j);
-    if (c >= width) continue;
+    const int c = first + Slice::column(j);
+    if (Slice::column(j) >= width) continue;
     float branch[V], bias[V];
     load<V>(a.branch + row * a.x_stride + c, branch);
     load<V>(a.branch_bias + c, bias);
@@ -37,44 +62,60 @@ __device__ __forceinline__ void join_branch(const LayerNorm<S>& a, int64_t row, 
   }
 }
 
-template <int G, int Items, typename S>
+template <int G, int Items, int V, bool kFits, typename S>
 __global__ void __launch_bounds__(kSliceThreads) layer_norm_slice_kernel(LayerNorm<S> a) {
-  constexpr int V = kVector<S>;
   using Slice = RowSlice<G, Items, V>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * Slice::kRowsPerBlock + Slice::group();
   const bool live = row < a.rows;
-  const int width = static_cast<int>(a.width);
+  const int width = static_cast<int>(a.width), end = kFits ? 1 : width;
   const float inverse_width = 1.0f / static_cast<float>(width);
   Slice x, gamma, beta;
-  x.read(a.x + row * a.x_stride, width, live);
-  gamma.read(a.gamma, width, live);  // before the sums, which would delay the loads
-  beta.read(a.beta, width, live);
-  if (a.branch != nullptr && live) join_branch(a, row, width, x);
+  const auto read_parameters = [&](int first) {
+    gamma.read(a.gamma + first, width - first, live);
+    beta.read(a.beta + first, width - first, live);
+  };
+  const auto read_again = [&](int first) {
+    x.read((a.branch != nullptr ? a.sum : a.x) + row * a.x_stride + first, width - first, live);
+  };
   float sum = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < end; first += Slice::kWidth) {
+    x.read(a.x + row * a.x_stride + first, width - first, live);
+    if (kFits) read_parameters(first);  // before the sums, which would delay the loads
+    if (a.branch != nullptr && live) join_branch(a, row, first, width - first, x);
 #pragma unroll
-  for (int j = 0; j < Items; ++j) {
+    for (const auto& v : x.v) {
 #pragma unroll
-    for (int k = 0; k < V; k += 4) sum += (x.v[j][k] + x.v[j][k + 1]) + (x.v[j][k + 2] + x.v[j][k + 3]);
+      for (int k = 0; k < V; k += 4)
+        sum += V == 1 ? v[k] : (v[k] + v[k + 1 % V]) + (v[k + 2 % V] + v[k + 3 % V]);
+    }
   }
   const float mean = group_reduce<G>(sum, Sum()) * inverse_width;
   float squares = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < end; first += Slice::kWidth) {
+    if (!kFits) read_again(first);
 #pragma unroll
-  for (int j = 0; j < Items; ++j) {
-    if (Slice::column(j) >= width) continue;
+    for (int j = 0; j < Items; ++j) {
+      if (Slice::column(j) >= width - first) continue;
 #pragma unroll
-    for (int k = 0; k < V; ++k) {
-      x.v[j][k] -= mean;
-      squares += x.v[j][k] * x.v[j][k];
+      for (int k = 0; k < V; ++k) {
+        x.v[j][k] -= mean;
+        squares += x.v[j][k] * x.v[j][k];
+      }
     }
   }
   const float rstd = 1.0f / sqrtf(group_reduce<G>(squares, Sum()) * inverse_width + a.eps);
   if (!live) return;
-#pragma unroll
-  for (int j = 0; j < Items; ++j) {
-#pragma unroll
-    for (int k = 0; k < V; ++k) x.v[j][k] = x.v[j][k] * rstd * gamma.v[j][k] + beta.v[j][k];
+#pragma unroll 1
+  for (int first = 0; first < end; first += Slice::kWidth) {
+    if (!kFits) read_again(first), read_parameters(first);
+    each<Items, V>([&](int j, int k) {
+      const float centered = kFits ? x.v[j][k] : x.v[j][k] - mean;
+      x.v[j][k] = centered * rstd * gamma.v[j][k] + beta.v[j][k];
+    });
+    x.write(a.y + row * a.width + first, width - first, true);
   }
-  x.write(a.y + row * a.width, width, true);
   if (Slice::lane() == 0) {
     a.mean[row] = mean;
     a.rstd[row] = rstd;
@@ -260,35 +301,6 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 }
 
 template <typename S>
-__global__ void __launch_bounds__(kRowThreads) layer_norm_kernel(LayerNorm<S> a) {
-  __shared__ float shared[32];
-  const int64_t row = blockIdx.x;
-  const float* x = a.x + row * a.x_stride;
-  const float inverse_width = 1.0f / static_cast<float>(a.width);
-  if (a.branch != nullptr) {
-    // A thread reads back only elements that the same thread wrote.
-    const S* branch = a.branch + row * a.x_stride;
-    float* joined = a.sum + row * a.x_stride;
-    for (int64_t c = threadIdx.x; c < a.width; c += blockDim.x)
-      joined[c] = x[c] + (widen(branch[c]) + a.branch_bias[c]);
-    x = joined;
-  }
-  float sum = 0.0f;
-  for (int64_t c = threadIdx.x; c < a.width; c += blockDim.x) sum += x[c];
-  const float mean = block_reduce(sum, shared, Sum()) * inverse_width;
-  float squares = 0.0f;
-  for (int64_t c = threadIdx.x; c < a.width; c += blockDim.x) squares += (x[c] - mean) * (x[c] - mean);
-  const float rstd = 1.0f / sqrtf(block_reduce(squares, shared, Sum()) * inverse_width + a.eps);
-  for (int64_t c = threadIdx.x; c < a.width; c += blockDim.x) {
-    a.y[row * a.width + c] = narrow<S>((x[c] - mean) * rstd * a.gamma[c] + a.beta[c]);
-  }
-  if (threadIdx.x == 0) {
-    a.mean[row] = mean;
-    a.rstd[row] = rstd;
-  }
-}
-
-template <typename S>
 __global__ void __launch_bounds__(kRowThreads) layer_norm_backward_kernel(LayerNormBackward<S> a) {
   __shared__ float shared[32];
   const int64_t row = blockIdx.x;
@@ -312,38 +324,92 @@ __global__ void __launch_bounds__(kRowThreads) layer_norm_backward_kernel(LayerN
   }
 }
 
-// Computes the parameter gradients of one chunk of rows (blockIdx.y), a thread per column.
+// The terms of sum `which` over rows: d_gamma, d_beta, or that of dx.
 template <typename S>
-__global__ void __launch_bounds__(kRowThreads)
-    layer_norm_parameters_kernel(LayerNormBackward<S> a, int64_t rows_per_chunk) {
-  const int64_t c = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
-  if (c >= a.width) return;
-  const int64_t begin = static_cast<int64_t>(blockIdx.y) * rows_per_chunk;
-  const int64_t end = begin + rows_per_chunk < a.rows ? begin + rows_per_chunk : a.rows;
-  float d_gamma = 0.0f, d_beta = 0.0f;
-  for (int64_t row = begin; row < end; ++row) {
-    const float dy = widen(a.dy[row * a.width + c]);
-    d_gamma += dy * ((a.x[row * a.x_stride + c] - a.mean[row]) * a.rstd[row]);
-    d_beta += dy;
-  }
-  float* partial = a.workspace + static_cast<int64_t>(blockIdx.y) * 3 * a.width;
-  partial[c] = d_gamma;
-  partial[a.width + c] = d_beta;
-}
+struct RowTerms {
+  LayerNormBackward<S> a;
+  int which;
 
-struct LoadDx {
-  const float* dx;
-  int64_t stride;
   template <int W>
   __device__ __forceinline__ void at(int64_t row, int64_t c, float (&out)[W]) const {
-    load<W>(dx + row * stride + c, out);
+    if (which == 2) return load<W>(a.dx + row * a.x_stride + c, out);
+    load<W>(a.dy + row * a.width + c, out);
+    if (which == 1) return;
+    float x[W];
+    load<W>(a.x + row * a.x_stride + c, x);
+#pragma unroll
+    for (int k = 0; k < W; ++k) out[k] *= (x[k] - a.mean[row]) * a.rstd[row];
   }
 };
 
-template <template <typename> typename Args, typename S, typename... Pointers>
-bool sliceable(const Args<S>& a, Pointers... pointers) {
-  return a.width <= kLongestSlicedRow && a.x_stride % kVector<S> == 0 &&
-         takes_vectors<S>(a.width, pointers...);
+template <int G, int Items, int V, bool kFits, typename S>
+__global__ void __launch_bounds__(kSliceThreads) softmax_slice_kernel(Softmax<S> a) {
+  using Slice = RowSlice<G, Items, V>;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * Slice::kRowsPerBlock + Slice::group();
+  const bool live = row < a.rows;
+  const int width = static_cast<int>(a.width), ld = static_cast<int>(a.ld), end = kFits ? 1 : ld;
+  float* const x = a.x + row * a.ld;
+  Slice s;
+  float highest = Max::kIdentity, sum = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < end; first += Slice::kWidth) {
+    s.read(x + first, ld - first, live);
+    each<Items, V>([&](int j, int k) {
+      s.v[j][k] *= a.scale;
+      if (first + Slice::column(j) + k < width) highest = Max()(s.v[j][k], highest);
+    });
+  }
+  highest = group_reduce<G>(highest, Max());
+#pragma unroll 1
+  for (int first = 0; first < end; first += Slice::kWidth) {
+    if (!kFits) s.read(x + first, ld - first, live);
+    each<Items, V>([&](int j, int k) {
+      if (!kFits) s.v[j][k] *= a.scale;
+      s.v[j][k] = first + Slice::column(j) + k < width ? exp_float(s.v[j][k] - highest) : 0.0f;
+      sum += s.v[j][k];
+    });
+    if (!kFits) s.write(x + first, ld - first, live);
+  }
+  const float inverse = 1.0f / group_reduce<G>(sum, Sum());
+#pragma unroll 1
+  for (int first = 0; first < end; first += Slice::kWidth) {
+    if (!kFits) s.read(x + first, ld - first, live);
+    each<Items, V>([&](int j, int k) {
+      if (first + Slice::column(j) + k < width) s.v[j][k] *= inverse;
+    });
+    s.write(a.y + row * a.ld + first, ld - first, live);
+  }
+}
+
+template <int G, int Items, int V, bool kFits, typename S>
+__global__ void __launch_bounds__(kSliceThreads) softmax_backward_slice_kernel(SoftmaxBackward<S> a) {
+  using Slice = RowSlice<G, Items, V>;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * Slice::kRowsPerBlock + Slice::group();
+  const bool live = row < a.rows;
+  const int width = static_cast<int>(a.width), ld = static_cast<int>(a.ld), end = kFits ? 1 : ld;
+  Slice y, d;
+  const auto read = [&](int first) {
+    y.read(a.y + row * a.ld + first, ld - first, live);
+    d.read(a.dy + row * a.ld + first, ld - first, live);
+  };
+  float dot = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < end; first += Slice::kWidth) {
+    read(first);
+    each<Items, V>([&](int j, int k) {
+      if (first + Slice::column(j) + k < width) dot += y.v[j][k] * d.v[j][k];
+    });
+  }
+  dot = group_reduce<G>(dot, Sum());
+#pragma unroll 1
+  for (int first = 0; first < end; first += Slice::kWidth) {
+    if (!kFits) read(first);
+    each<Items, V>([&](int j, int k) {
+      const bool there = first + Slice::column(j) + k < width;
+      d.v[j][k] = there ? a.scale * y.v[j][k] * (d.v[j][k] - dot) : 0.0f;
+    });
+    d.write(a.dy + row * a.ld + first, ld - first, live);
+  }
 }
 
 }  // namespace
@@ -353,13 +419,13 @@ void layer_norm(CudaStream stream, const LayerNorm<S>& args) {
   LayerNorm<S> a = args;
   if (a.x_stride == 0) a.x_stride = a.width;
   if (a.rows <= 0 || a.width <= 0) return;
-  if (sliceable(a, a.x, a.gamma, a.beta, a.y, a.branch, a.branch_bias, a.sum)) {
-    with_row_slice<kVector<S>>(a.width, [&]<int G, int Items>() {
-      launch("layer_norm", layer_norm_slice_kernel<G, Items, S>, row_slice_launch<G>(stream, a.rows), a);
-    });
-  } else {
-    launch("layer_norm", layer_norm_kernel<S>, row_launch(stream, a.rows, a.width), a);
-  }
+  with_slice<S>(
+      a.width, a.x_stride % kVector<S> == 0,
+      [&]<int G, int Items, int V, bool kFits>() {
+        launch("layer_norm", layer_norm_slice_kernel<G, Items, V, kFits, S>,
+               row_slice_launch<G>(stream, a.rows), a);
+      },
+      a.x, a.gamma, a.beta, a.y, a.branch, a.branch_bias, a.sum);
 }
 
 template <typename S>
@@ -368,34 +434,58 @@ void layer_norm_backward(CudaStream stream, const LayerNormBackward<S>& args) {
   if (a.x_stride == 0) a.x_stride = a.width;
   if (a.width <= 0) return;
   const auto chunks = column_chunks(a.rows);
-  const auto count = static_cast<unsigned>(chunks.count);
-  if (sliceable(a, a.x, a.dy, a.gamma, a.dx, a.dx_rounded)) {
+  const bool vectors = a.x_stride % kVector<S> == 0 &&
+                       takes_vectors<S>(a.width, a.x, a.dy, a.gamma, a.dx, a.dx_rounded, a.workspace);
+  if (vectors && a.width <= kLongestSlicedRow) {
     constexpr size_t kMost = 163 << 10;  // on sm_80
     int rows = BackwardRows<S>::kRows;
     while (rows > 1 && BackwardRows<S>::shared_bytes(a.width, rows) > std::min(kMost, max_shared_bytes()))
       --rows;
     launch("layer_norm_backward", layer_norm_backward_slice_kernel<S>,
-           {.grid = dim3(count),
+           {.grid = dim3(static_cast<unsigned>(chunks.count)),
             .block = dim3(kRowThreads),
             .shared_bytes = BackwardRows<S>::shared_bytes(a.width, rows),
             .stream = stream},
            a, chunks.rows, rows);
   } else {
-    const auto across = static_cast<unsigned>((a.width + kRowThreads - 1) / kRowThreads);
-    // Compute the parameter gradients first, because dx may replace dy or x.
-    launch("layer_norm_parameters", layer_norm_parameters_kernel<S>,
-           {.grid = dim3(across, count), .block = dim3(kRowThreads), .stream = stream}, a, chunks.rows);
+    const auto sum_terms = [&](int which) {
+      partial_sums_over_rows<S>("layer_norm_sums", stream, vectors, RowTerms<S>{a, which}, a.rows, a.width,
+                                a.workspace + which * a.width, 3 * a.width);
+    };
+    sum_terms(0), sum_terms(1);  // first, because dx may replace dy or x
     launch("layer_norm_backward", layer_norm_backward_kernel<S>, row_launch(stream, a.rows, a.width), a);
-    if (a.dx_sum != nullptr) {
-      const bool vectors = a.x_stride % 4 == 0 && takes_vectors<float>(a.width, a.dx, a.workspace);
-      partial_sums_over_rows<float>("layer_norm_dx_sum", stream, vectors, LoadDx{a.dx, a.x_stride}, a.rows,
-                                    a.width, a.workspace + 2 * a.width, 3 * a.width);
-    }
+    if (a.dx_sum != nullptr) sum_terms(2);
   }
   if (!a.partial_only) combine_sums(stream, {{a.sums()}});
 }
 
+template <typename S>
+void softmax(CudaStream stream, const Softmax<S>& a) {
+  if (a.rows <= 0 || a.ld <= 0) return;
+  with_slice<S>(
+      a.ld, true,
+      [&]<int G, int Items, int V, bool kFits>() {
+        launch("softmax", softmax_slice_kernel<G, Items, V, kFits, S>, row_slice_launch<G>(stream, a.rows),
+               a);
+      },
+      a.x, a.y);
+}
+
+template <typename S>
+void softmax_backward(CudaStream stream, const SoftmaxBackward<S>& a) {
+  if (a.rows <= 0 || a.ld <= 0) return;
+  with_slice<S>(
+      a.ld, true,
+      [&]<int G, int Items, int V, bool kFits>() {
+        launch("softmax_backward", softmax_backward_slice_kernel<G, Items, V, kFits, S>,
+               row_slice_launch<G>(stream, a.rows), a);
+      },
+      a.y, a.dy);
+}
+
 GW_INSTANTIATE_CUDA_OP(layer_norm, LayerNorm)
 GW_INSTANTIATE_CUDA_OP(layer_norm_backward, LayerNormBackward)
+GW_INSTANTIATE_CUDA_OP(softmax, Softmax)
+GW_INSTANTIATE_CUDA_OP(softmax_backward, SoftmaxBackward)
 
 }  // namespace gradwire::cuda
