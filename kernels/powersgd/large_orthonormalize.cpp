@@ -106,7 +106,7 @@ template <typename S>
 GW_INLINE void widen_panel_row(const float* from, double* to) {
 #pragma GCC unroll 4
   for (int c = 0; c < kPanel; c += S::kLanes) {
-    store(to + c, __builtin_convertvector(load<typename S::Floats>(from + c), typename S::Vec));
+    store(to + c, to_doubles(load<typename S::Floats>(from + c)));
   }
 }
 
@@ -174,33 +174,8 @@ struct NextRows {
   }
 };
 
-// Computes the Gram matrix of columns that fill more than half a vector. A vector's other lanes hold the
-// next row, and their sums are undefined.
-template <typename S>
-GW_INLINE void gram_of_vector(const GramBlock& a) {
-  double* const packed = a.packed;
-  const int64_t rank = a.rank, n = a.n;
-  typename S::Vec sums[S::kRows][S::kVecs] = {};
-  float last[S::kLanes] = {};
-  std::copy_n(a.a + (n - 1) * rank, rank, last);
-  const auto pack = [&](const float* from, int64_t row) __attribute__((always_inline)) {
-    store(packed + row * kPanel, __builtin_convertvector(load<typename S::Floats>(from), typename S::Vec));
-  };
-  for (int64_t first = 0; first < n; first += kGramRows) {
-    const int64_t rows = std::min(kGramRows, n - first), before_last = std::min(rows, n - 1 - first);
-    const float* from = a.a + first * rank;
-    for (int64_t row = 0; row < before_last; ++row, from += rank) pack(from, row);
-    if (before_last < rows) pack(last, before_last);
-    add_products<S, 0, 1>(packed, 1, kPanel, packed, rows, sums);
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < S::kRows; ++i) store(a.out + i * a.stride, sums[i][0]);
-}
-
 template <typename S>
 GW_INLINE void gram(const GramBlock& a) {
-  if (a.small && a.rank == std::clamp(a.rank, 3, 4)) return gram_of_vector<NarrowSums>(a);
-  if (a.small && a.rank == std::clamp(a.rank, S::kLanes / 2 + 1, S::kLanes)) return gram_of_vector<S>(a);
   const int side = a.small ? S::kRows : kSquareTile;
   const int height = round_up(a.left_count, side), width = round_up(a.right_count, side);
   double* const left = a.packed;

@@ -8,12 +8,15 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "kernels/powersgd/large_orthonormalize_simd.h"
 #include "kernels/powersgd/orthonormalize.h"
 #include "kernels/simd/vector.h"
 #include "runtime/threads/thread_pool.h"
+
+GW_ALLOW_FMA
 
 namespace gradwire::host {
 namespace {
@@ -36,24 +39,163 @@ struct Workspace {
   bool dependent[kMax];
 };
 
-// Adds rows of A to the Gram matrix of one or two columns.
+// Up to rank kFewColumns: eight rows at a time, transposed, so that a lane belongs to a row, and a sum to an
+// element of the lower triangle. The order of the sums does not depend on the instruction set.
+constexpr int kFewColumns = 8, kTogether = 8;
+
+using WideRows = WideSums::Vec;
+using NarrowRows = Pair<NarrowSums::Vec>;
+
+// Permutations between eight rows of kRank floats, in vectors of 16 that begin with element first(v), and
+// pairs of columns, whose vector p holds columns 2 p and 2 p + 1 of the rows. Step s of a result takes lanes
+// from source s; step 0 takes them from sources 0 and 1.
 template <int kRank>
-GW_INLINE void add_gram(const float* a, int64_t n, Workspace& w) {
-  double sums[kRank][kRank] = {};
-  for (int64_t row = 0; row < n; ++row) {
-    double x[kRank];
-    for (int k = 0; k < kRank; ++k) x[k] = a[row * kRank + k];
-    for (int i = 0; i < kRank; ++i) {
-      for (int j = 0; j < kRank; ++j) sums[i][j] += x[i] * x[j];
+struct Transposition {
+  static constexpr int kVectors = (kRank + 1) / 2;
+  int32_t to_columns[kVectors][kVectors][16], to_rows[kVectors][kVectors][16];
+
+  static constexpr int first(int v) {
+    return v + 1 < kVectors ? 16 * v : std::max(0, kTogether * kRank - 16);
+  }
+  constexpr Transposition() : to_columns{}, to_rows{} {
+    for (int v = 0; v < kVectors; ++v) {
+      for (int i = 0; i < 16; ++i) {
+        const int element = i % kTogether * kRank + std::min(2 * v + i / kTogether, kRank - 1);
+        const int source = std::min(element / 16, kVectors - 1);
+        set_lane(to_columns[v], i, source, element - first(source));
+        const int column = (first(v) + i) % kRank, row = (first(v) + i) / kRank;
+        set_lane(to_rows[v], i, column / 2, column % 2 * kTogether + row);
+      }
     }
   }
-  for (int i = 0; i < kRank; ++i) std::copy_n(sums[i], kRank, w.gram[i]);
+  static constexpr void set_lane(int32_t (&steps)[kVectors][16], int i, int source, int lane) {
+    for (int s = 0; s < kVectors; ++s) steps[s][i] = source == std::max(s, 1) ? 16 + lane : s == 0 ? lane : i;
+  }
+  static GW_INLINE void permute(const WideF32 (&from)[kVectors],
+                                const int32_t (&steps)[kVectors][kVectors][16], WideF32 (&to)[kVectors]) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      to[v] = __builtin_shuffle(from[0], from[kVectors > 1 ? 1 : 0], load<WideI32>(steps[v][0]));
+#pragma GCC unroll 4
+      for (int s = 2; s < kVectors; ++s)
+        to[v] = __builtin_shuffle(to[v], from[s], load<WideI32>(steps[v][s]));
+    }
+  }
+};
+template <int kRank>
+inline constexpr Transposition<kRank> kTransposition;
+
+template <int kRank>
+GW_INLINE void load_rows(const float* from, WideRows (&x)[kRank]) {
+  using Permutations = Transposition<kRank>;
+  constexpr int kVectors = Permutations::kVectors;
+  if constexpr (kRank == 1) {
+    x[0] = to_doubles(load<F32x8>(from));
+    return;
+  }
+  WideF32 rows[kVectors], columns[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) rows[v] = load<WideF32>(from + Permutations::first(v));
+  Permutations::permute(rows, kTransposition<kRank>.to_columns, columns);
+#pragma GCC unroll 8
+  for (int k = 0; k < kRank; ++k) {
+    const auto pair = std::bit_cast<F32x16>(columns[k / 2]);
+    x[k] = to_doubles(k % 2 == 0 ? pair.low : pair.high);
+  }
+}
+template <int kRank>
+GW_INLINE void store_rows(const WideRows (&y)[kRank], float* to) {
+  using Permutations = Transposition<kRank>;
+  constexpr int kVectors = Permutations::kVectors;
+  if constexpr (kRank == 1) return store(to, to_floats(y[0]));
+  WideF32 rows[kVectors], columns[kVectors];
+#pragma GCC unroll 4
+  for (int p = 0; p < kVectors; ++p) {
+    const F32x16 pair{to_floats(y[2 * p]), to_floats(y[std::min(2 * p + 1, kRank - 1)])};
+    columns[p] = std::bit_cast<WideF32>(pair);
+  }
+  Permutations::permute(columns, kTransposition<kRank>.to_rows, rows);
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) store(to + Permutations::first(v), rows[v]);
+}
+template <int kRank>
+GW_INLINE void load_rows(const float* from, NarrowRows (&x)[kRank]) {
+  for (int k = 0; k < kRank; ++k) {
+    double column[kTogether];
+    for (int row = 0; row < kTogether; ++row) column[row] = from[row * kRank + k];
+    x[k] = load<NarrowRows>(column);
+  }
+}
+template <int kRank>
+GW_INLINE void store_rows(const NarrowRows (&y)[kRank], float* to) {
+  for (int k = 0; k < kRank; ++k) {
+    double column[kTogether];
+    store(column, y[k]);
+    for (int row = 0; row < kTogether; ++row) to[row * kRank + k] = static_cast<float>(column[row]);
+  }
 }
 
-// Computes G = A^T A, both triangles. The order of the terms is the same for all ranks.
-GW_SIMD void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
-  if (r == 1) return add_gram<1>(a, n, w);
-  if (r == 2) return add_gram<2>(a, n, w);
+// Calls body(from, to) for eight rows at a time; the rows after the last are 0.
+template <int kRank, typename Body>
+GW_INLINE void each_eight_rows(const float* in, float* out, int64_t n, const Body& body) {
+  const int64_t whole = n / kTogether * kTogether * kRank, rest = n * kRank - whole;
+  for (int64_t at = 0; at < whole; at += kTogether * kRank) body(in + at, out == nullptr ? out : out + at);
+  if (rest == 0) return;
+  float rows[kTogether * kRank] = {};
+  std::copy_n(in + whole, rest, rows);
+  body(rows, rows);
+  if (out != nullptr) std::copy_n(rows, rest, out + whole);
+}
+
+struct FewColumns {
+  const float* in;
+  float* out;  // in * weights; null to compute the Gram matrix
+  int64_t n;
+  int rank;
+  Workspace* w;
+};
+template <typename Rows, int kRank = kFewColumns>
+GW_INLINE void few_columns(const FewColumns& a) {
+  if constexpr (kRank > 1) {
+    if (a.rank < kRank) return few_columns<Rows, kRank - 1>(a);
+  }
+  Rows x[kRank];
+  if (a.out != nullptr) {
+    return each_eight_rows<kRank>(
+        a.in, a.out, a.n, [&](const float* from, float* to) __attribute__((always_inline)) {
+          load_rows(from, x);
+          Rows y[kRank] = {};
+#pragma GCC unroll 8
+          for (int k = 0; k < kRank; ++k) {
+#pragma GCC unroll 8
+            for (int j = k; j < kRank; ++j) y[j] = y[j] + x[k] * a.w->weights[k][j];
+          }
+          store_rows(y, to);
+        });
+  }
+  Rows sums[kRank][kRank] = {};
+  each_eight_rows<kRank>(
+      a.in, nullptr, a.n, [&](const float* from, float*) __attribute__((always_inline)) {
+        load_rows(from, x);
+#pragma GCC unroll 8
+        for (int i = 0; i < kRank; ++i) {
+#pragma GCC unroll 8
+          for (int j = 0; j <= i; ++j) sums[i][j] = sums[i][j] + x[i] * x[j];
+        }
+      });
+  for (int i = 0; i < kRank; ++i) {
+    for (int j = 0; j <= i; ++j) {
+      double of_rows[kTogether];
+      store(of_rows, sums[i][j]);
+      a.w->gram[i][j] = a.w->gram[j][i] = std::accumulate(of_rows, of_rows + kTogether, 0.0);
+    }
+  }
+}
+GW_DEFINE_WIDEST(void, few_columns_widest, few_columns, NarrowRows, WideRows, (const FewColumns& a), (a))
+
+// Computes G = A^T A, both triangles.
+void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
+  if (r <= kFewColumns) return few_columns_widest({a, nullptr, n, r, &w});
   alignas(64) double packed[kGramRows * kMax];
   gram_block({.a = a,
               .n = n,
@@ -72,32 +214,23 @@ GW_SIMD void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
   }
 }
 
-// Computes out = in * weights, row by row; `out` may equal `in`.
-template <int kRank>
-GW_INLINE void multiply(const float* in, float* out, int64_t n, int rank, const Workspace& w) {
-  const int r = kRank > 0 ? kRank : rank;
+// Computes out = in * weights; `out` may equal `in`.
+void apply_weights(const float* in, float* out, int64_t n, int r, Workspace& w) {
+  const bool in_order = std::equal(w.order, w.order + r, kNatural.begin());
+  if (in_order && r <= kFewColumns) return few_columns_widest({in, out, n, r, &w});
+  if (in_order) {
+    alignas(64) double packed[packed_weights(kMax)];
+    pack_weights(w.weights[0], kMax, r, packed);
+    return weigh_rows({in, out, n, r, kNatural.data(), packed});
+  }
   for (int64_t row = 0; row < n; ++row) {
-    double y[kRank > 0 ? kRank : kMax] = {};
+    double y[kMax] = {};
     for (int k = 0; k < r; ++k) {
       const double x = in[row * r + k];
       for (int j = 0; j < r; ++j) y[j] += x * w.weights[k][j];
     }
     for (int j = 0; j < r; ++j) out[row * r + j] = static_cast<float>(y[j]);
   }
-}
-
-GW_DEFINE_WIDEST(void, weigh_in_order, weigh, NarrowSums, WideSums, (const WeightedRows& a), (a))
-
-GW_SIMD void apply_weights(const float* in, float* out, int64_t n, int r, const Workspace& w) {
-  if (r == 1) return multiply<1>(in, out, n, r, w);
-  if (r == 2) return multiply<2>(in, out, n, r, w);
-  if (r == 3) return multiply<3>(in, out, n, r, w);
-  if (r == 4) return multiply<4>(in, out, n, r, w);
-  if (r == 8) return multiply<8>(in, out, n, r, w);
-  if (!std::equal(w.order, w.order + r, kNatural.begin())) return multiply<0>(in, out, n, r, w);
-  alignas(64) double packed[packed_weights(kMax)];
-  pack_weights(w.weights[0], kMax, r, packed);
-  weigh_in_order({in, out, n, r, kNatural.data(), packed});
 }
 
 // Factors the scaled Gram matrix in the elimination order w.order, and fills w.weights and w.dependent.

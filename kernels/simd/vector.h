@@ -387,10 +387,6 @@ struct ElementLoop {
   }
 };
 
-// Writes the ascending i < n with keys[i] >= least, and returns their number. n is a multiple of 32, at most
-// 65536; `places` has room for n + 32.
-int places_at_least(const int16_t* keys, int n, int16_t least, uint16_t* places);
-
 // Conversions between FP32 and BF16 on the host, whole rows at a time.
 
 void widen_all(const Bf16* from, int64_t count, float* to);

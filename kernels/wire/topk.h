@@ -58,6 +58,12 @@ GW_HD int get_place(const float* places, int j) {
   return static_cast<int>(float_bits(places[j]));
 }
 
+// The keys of values, of 31 bits.
+struct Magnitudes {
+  const float* values;
+  GW_HD uint32_t operator()(int i) const { return float_bits(values[i]) & 0x7fffffffu; }
+};
+
 // Selects the k largest of n keys of 31 bits, of equal keys the lower positions. Writes their positions into
 // places[0..k), ascending. Lanes may override this.
 template <typename Lanes, typename Key>
@@ -177,18 +183,18 @@ struct TopK {
     return k <= of ? "" : "k=" + std::to_string(k) + " is more than of=" + std::to_string(of);
   }
 
-  GW_HD static uint32_t magnitude(const float* values, int i) { return float_bits(values[i]) & 0x7fffffffu; }
   // `places`: room for block() floats.
   template <typename Lanes, typename Sink = NoSink>
   GW_HD void encode(const Lanes& lanes, const float* values, int, const uint16_t*, uint8_t* to, float* places,
                     const Sink& sink = {}) const {
-    pick_largest(
-        lanes, of, k, [=](int i) GW_HD_LAMBDA { return magnitude(values, i); }, places);
+    pick_largest(lanes, of, k, Magnitudes{values}, places);
     put_positions(lanes, positions(), places, to);
     uint8_t* const codes = to + positions().bytes();
     put_values(lanes, values, places, codes);
     if constexpr (!std::is_same_v<Sink, NoSink>) {
-      lanes.each(of, [=](int i) GW_HD_LAMBDA { sink.template put<false>(i, 0.0f); });
+      // If a value that is sent is finite, all values that are not sent are finite.
+      if (!sink.in_place() || !is_finite(values[get_place(places, 0)]))
+        lanes.each(of, [=](int i) GW_HD_LAMBDA { sink.template put<false>(i, 0.0f); });
       with_values(codes, [=, all = k](const auto& value) GW_HD_LAMBDA {
         for (int j = 0; j < all; ++j) sink.template put<false>(get_place(places, j), value(j));
       });
