@@ -106,7 +106,7 @@ template <typename S>
 GW_INLINE void widen_panel_row(const float* from, double* to) {
 #pragma GCC unroll 4
   for (int c = 0; c < kPanel; c += S::kLanes) {
-    store(to + c, to_doubles(load<typename S::Floats>(from + c)));
+    store(to + c, converted<typename S::Vec>(load<typename S::Floats>(from + c)));
   }
 }
 

@@ -30,26 +30,15 @@ struct WideSums {
   static constexpr int kLanes = 8, kRows = 8, kVecs = 2, kColumns = kVecs * kLanes;
 };
 
-// Conversions. GCC 12 converts vectors of 64 bytes by halves.
-GW_INLINE NarrowSums::Vec to_doubles(const NarrowSums::Floats& x) {
-  return __builtin_convertvector(x, NarrowSums::Vec);
-}
-GW_INLINE NarrowSums::Floats to_floats(const NarrowSums::Vec& x) {
-  return __builtin_convertvector(x, NarrowSums::Floats);
-}
-GW_INLINE WideSums::Vec to_doubles(const WideSums::Floats& x) {
+// Converts between floats and doubles. GCC 12 converts vectors of 64 bytes by halves.
+template <typename To, typename From>
+GW_INLINE To converted(const From& x) {
 #ifdef GW_SIMD_CHOOSES
-  return __builtin_ia32_cvtps2pd512_mask(x, WideSums::Vec{}, -1, 4);  // 4: rounds to nearest
-#else
-  return __builtin_convertvector(x, WideSums::Vec);
+  constexpr int kRoundAsSet = 4;
+  if constexpr (sizeof(To) == 64) return __builtin_ia32_cvtps2pd512_mask(x, To{}, -1, kRoundAsSet);
+  if constexpr (sizeof(From) == 64) return __builtin_ia32_cvtpd2ps512_mask(x, To{}, -1, kRoundAsSet);
 #endif
-}
-GW_INLINE WideSums::Floats to_floats(const WideSums::Vec& x) {
-#ifdef GW_SIMD_CHOOSES
-  return __builtin_ia32_cvtpd2ps512_mask(x, WideSums::Floats{}, -1, 4);
-#else
-  return __builtin_convertvector(x, WideSums::Floats);
-#endif
+  return __builtin_convertvector(x, To);
 }
 
 inline constexpr int kFloatsOfLine = 16;
@@ -136,7 +125,7 @@ GW_INLINE void narrow_sums(const typename S::Vec (&sums)[S::kRows][S::kVecs], in
     for (int i = 0; i < S::kRows; ++i) {
 #pragma GCC unroll 2
       for (int v = 0; v < S::kVecs; ++v) {
-        const auto part = to_floats(sums[i][v]);
+        const auto part = converted<typename S::Floats>(sums[i][v]);
         if (v * S::kLanes < columns) store(out + i * rank + order[0] + v * S::kLanes, part);
       }
     }

@@ -32,10 +32,10 @@ constexpr auto kNatural = [] {
 struct Workspace {
   double gram[kMax][kMax];  // lower triangle; then the Cholesky factor of the scaled, permuted Gram matrix
   double inverse[kMax][kMax];
-  double weights[kMax][kMax];  // A <- A * weights
+  double weights[kMax][kMax];  // A <- A * weights, with columns in the elimination order
   double scale[kMax];
-  int order[kMax];     // elimination order
-  int attempts[kMax];  // re-seeds of each column so far
+  int32_t order[kMax];  // elimination order
+  int attempts[kMax];   // re-seeds of each column so far
   bool dependent[kMax];
 };
 
@@ -52,12 +52,11 @@ using NarrowRows = Pair<NarrowSums::Vec>;
 template <int kRank>
 struct Transposition {
   static constexpr int kVectors = (kRank + 1) / 2;
-  int32_t to_columns[kVectors][kVectors][16], to_rows[kVectors][kVectors][16];
+  using Steps = int32_t[kVectors][kVectors][16];
+  Steps to_columns = {}, to_rows = {};
 
-  static constexpr int first(int v) {
-    return v + 1 < kVectors ? 16 * v : std::max(0, kTogether * kRank - 16);
-  }
-  constexpr Transposition() : to_columns{}, to_rows{} {
+  static constexpr int first(int v) { return std::min(16 * v, kTogether * kRank - 16); }
+  constexpr Transposition() {
     for (int v = 0; v < kVectors; ++v) {
       for (int i = 0; i < 16; ++i) {
         const int element = i % kTogether * kRank + std::min(2 * v + i / kTogether, kRank - 1);
@@ -71,63 +70,56 @@ struct Transposition {
   static constexpr void set_lane(int32_t (&steps)[kVectors][16], int i, int source, int lane) {
     for (int s = 0; s < kVectors; ++s) steps[s][i] = source == std::max(s, 1) ? 16 + lane : s == 0 ? lane : i;
   }
-  static GW_INLINE void permute(const WideF32 (&from)[kVectors],
-                                const int32_t (&steps)[kVectors][kVectors][16], WideF32 (&to)[kVectors]) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      to[v] = __builtin_shuffle(from[0], from[kVectors > 1 ? 1 : 0], load<WideI32>(steps[v][0]));
-#pragma GCC unroll 4
-      for (int s = 2; s < kVectors; ++s)
-        to[v] = __builtin_shuffle(to[v], from[s], load<WideI32>(steps[v][s]));
-    }
-  }
 };
 template <int kRank>
 inline constexpr Transposition<kRank> kTransposition;
 
-template <int kRank>
-GW_INLINE void load_rows(const float* from, WideRows (&x)[kRank]) {
-  using Permutations = Transposition<kRank>;
-  constexpr int kVectors = Permutations::kVectors;
-  if constexpr (kRank == 1) {
-    x[0] = to_doubles(load<F32x8>(from));
+template <int kVectors>
+GW_INLINE void permute(const WideF32 (&from)[kVectors], const int32_t (&steps)[kVectors][kVectors][16],
+                       WideF32 (&to)[kVectors]) {
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    to[v] = __builtin_shuffle(from[0], from[1], load<WideI32>(steps[v][0]));
+#pragma GCC unroll 4
+    for (int s = 2; s < kVectors; ++s) to[v] = __builtin_shuffle(to[v], from[s], load<WideI32>(steps[v][s]));
+  }
+}
+
+template <typename Rows, int kRank>
+inline constexpr bool kPermutes = std::is_same_v<Rows, WideRows>&& kRank > 2;
+
+template <int kRank, typename Rows>
+GW_INLINE void load_rows(const float* from, Rows (&x)[kRank]) {
+  if constexpr (kPermutes<Rows, kRank>) {
+    constexpr int kVectors = (kRank + 1) / 2;
+    WideF32 rows[kVectors], columns[kVectors];
+    for (int v = 0; v < kVectors; ++v) rows[v] = load<WideF32>(from + Transposition<kRank>::first(v));
+    permute(rows, kTransposition<kRank>.to_columns, columns);
+    for (int k = 0; k < kRank; ++k) {
+      const auto pair = std::bit_cast<F32x16>(columns[k / 2]);
+      x[k] = converted<Rows>(k % 2 == 0 ? pair.low : pair.high);
+    }
     return;
   }
-  WideF32 rows[kVectors], columns[kVectors];
-#pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) rows[v] = load<WideF32>(from + Permutations::first(v));
-  Permutations::permute(rows, kTransposition<kRank>.to_columns, columns);
-#pragma GCC unroll 8
-  for (int k = 0; k < kRank; ++k) {
-    const auto pair = std::bit_cast<F32x16>(columns[k / 2]);
-    x[k] = to_doubles(k % 2 == 0 ? pair.low : pair.high);
-  }
-}
-template <int kRank>
-GW_INLINE void store_rows(const WideRows (&y)[kRank], float* to) {
-  using Permutations = Transposition<kRank>;
-  constexpr int kVectors = Permutations::kVectors;
-  if constexpr (kRank == 1) return store(to, to_floats(y[0]));
-  WideF32 rows[kVectors], columns[kVectors];
-#pragma GCC unroll 4
-  for (int p = 0; p < kVectors; ++p) {
-    const F32x16 pair{to_floats(y[2 * p]), to_floats(y[std::min(2 * p + 1, kRank - 1)])};
-    columns[p] = std::bit_cast<WideF32>(pair);
-  }
-  Permutations::permute(columns, kTransposition<kRank>.to_rows, rows);
-#pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) store(to + Permutations::first(v), rows[v]);
-}
-template <int kRank>
-GW_INLINE void load_rows(const float* from, NarrowRows (&x)[kRank]) {
   for (int k = 0; k < kRank; ++k) {
     double column[kTogether];
     for (int row = 0; row < kTogether; ++row) column[row] = from[row * kRank + k];
-    x[k] = load<NarrowRows>(column);
+    x[k] = load<Rows>(column);
   }
 }
-template <int kRank>
-GW_INLINE void store_rows(const NarrowRows (&y)[kRank], float* to) {
+template <int kRank, typename Rows>
+GW_INLINE void store_rows(const Rows (&y)[kRank], float* to) {
+  if constexpr (kPermutes<Rows, kRank>) {
+    constexpr int kVectors = (kRank + 1) / 2;
+    WideF32 rows[kVectors], columns[kVectors];
+    for (int p = 0; p < kVectors; ++p) {
+      const auto& second = y[std::min(2 * p + 1, kRank - 1)];
+      columns[p] = std::bit_cast<WideF32>(F32x16{converted<F32x8>(y[2 * p]), converted<F32x8>(second)});
+    }
+    permute(columns, kTransposition<kRank>.to_rows, rows);
+    for (int v = 0; v < kVectors; ++v) store(to + Transposition<kRank>::first(v), rows[v]);
+    return;
+  }
   for (int k = 0; k < kRank; ++k) {
     double column[kTogether];
     store(column, y[k]);
@@ -147,35 +139,29 @@ GW_INLINE void each_eight_rows(const float* in, float* out, int64_t n, const Bod
   if (out != nullptr) std::copy_n(rows, rest, out + whole);
 }
 
-struct FewColumns {
-  const float* in;
-  float* out;  // in * weights; null to compute the Gram matrix
-  int64_t n;
-  int rank;
-  Workspace* w;
-};
+// Computes out = in * weights, or the Gram matrix of `in` if `out` is null.
 template <typename Rows, int kRank = kFewColumns>
-GW_INLINE void few_columns(const FewColumns& a) {
+GW_INLINE void few_columns(const float* in, float* out, int64_t n, int rank, Workspace& w) {
   if constexpr (kRank > 1) {
-    if (a.rank < kRank) return few_columns<Rows, kRank - 1>(a);
+    if (rank < kRank) return few_columns<Rows, kRank - 1>(in, out, n, rank, w);
   }
   Rows x[kRank];
-  if (a.out != nullptr) {
+  if (out != nullptr) {
     return each_eight_rows<kRank>(
-        a.in, a.out, a.n, [&](const float* from, float* to) __attribute__((always_inline)) {
+        in, out, n, [&](const float* from, float* to) __attribute__((always_inline)) {
           load_rows(from, x);
           Rows y[kRank] = {};
 #pragma GCC unroll 8
           for (int k = 0; k < kRank; ++k) {
 #pragma GCC unroll 8
-            for (int j = k; j < kRank; ++j) y[j] = y[j] + x[k] * a.w->weights[k][j];
+            for (int j = k; j < kRank; ++j) y[j] = y[j] + x[k] * w.weights[k][j];
           }
           store_rows(y, to);
         });
   }
   Rows sums[kRank][kRank] = {};
   each_eight_rows<kRank>(
-      a.in, nullptr, a.n, [&](const float* from, float*) __attribute__((always_inline)) {
+      in, nullptr, n, [&](const float* from, float*) __attribute__((always_inline)) {
         load_rows(from, x);
 #pragma GCC unroll 8
         for (int i = 0; i < kRank; ++i) {
@@ -187,15 +173,16 @@ GW_INLINE void few_columns(const FewColumns& a) {
     for (int j = 0; j <= i; ++j) {
       double of_rows[kTogether];
       store(of_rows, sums[i][j]);
-      a.w->gram[i][j] = a.w->gram[j][i] = std::accumulate(of_rows, of_rows + kTogether, 0.0);
+      w.gram[i][j] = w.gram[j][i] = std::accumulate(of_rows, of_rows + kTogether, 0.0);
     }
   }
 }
-GW_DEFINE_WIDEST(void, few_columns_widest, few_columns, NarrowRows, WideRows, (const FewColumns& a), (a))
+GW_DEFINE_WIDEST(void, pass_of_few, few_columns, NarrowRows, WideRows,
+                 (const float* in, float* out, int64_t n, int rank, Workspace& w), (in, out, n, rank, w))
 
 // Computes G = A^T A, both triangles.
 void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
-  if (r <= kFewColumns) return few_columns_widest({a, nullptr, n, r, &w});
+  if (r <= kFewColumns) return pass_of_few(a, nullptr, n, r, w);
   alignas(64) double packed[kGramRows * kMax];
   gram_block({.a = a,
               .n = n,
@@ -216,21 +203,10 @@ void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
 
 // Computes out = in * weights; `out` may equal `in`.
 void apply_weights(const float* in, float* out, int64_t n, int r, Workspace& w) {
-  const bool in_order = std::equal(w.order, w.order + r, kNatural.begin());
-  if (in_order && r <= kFewColumns) return few_columns_widest({in, out, n, r, &w});
-  if (in_order) {
-    alignas(64) double packed[packed_weights(kMax)];
-    pack_weights(w.weights[0], kMax, r, packed);
-    return weigh_rows({in, out, n, r, kNatural.data(), packed});
-  }
-  for (int64_t row = 0; row < n; ++row) {
-    double y[kMax] = {};
-    for (int k = 0; k < r; ++k) {
-      const double x = in[row * r + k];
-      for (int j = 0; j < r; ++j) y[j] += x * w.weights[k][j];
-    }
-    for (int j = 0; j < r; ++j) out[row * r + j] = static_cast<float>(y[j]);
-  }
+  if (r <= kFewColumns && std::is_sorted(w.order, w.order + r)) return pass_of_few(in, out, n, r, w);
+  alignas(64) double packed[packed_weights(kMax)];
+  pack_weights(w.weights[0], kMax, r, packed);
+  weigh_rows({in, out, n, r, w.order, packed});
 }
 
 // Factors the scaled Gram matrix in the elimination order w.order, and fills w.weights and w.dependent.
@@ -267,7 +243,7 @@ double factor(int r, Workspace& w) {
     }
   }
   for (int i = 0; i < r; ++i) {
-    for (int j = 0; j < r; ++j) w.weights[w.order[j]][w.order[i]] = w.inverse[i][j] * w.scale[w.order[j]];
+    for (int j = 0; j < r; ++j) w.weights[j][i] = w.inverse[i][j] * w.scale[w.order[j]];
     std::fill(w.weights[i] + r, w.weights[i] + (r + kPanel - 1) / kPanel * kPanel, 0.0);
   }
   return smallest;
