@@ -156,48 +156,22 @@ GW_INLINE void add_to_gram(const double* left, const double* right, int64_t rows
   }
 }
 
-// Prefetches the rows of A that are packed next, a few cache lines at a time: the processor's prefetchers
-// have forgotten A by then.
-struct NextRows {
-  const float* row;
-  int64_t rows, stride, lines, together;
-  int64_t line = 0;
-
-  GW_INLINE void prefetch() {
-    for (int64_t i = 0; i < together && rows > 0; ++i) {
-      __builtin_prefetch(row + line * kFloatsOfLine, 0, 2);
-      if (++line < lines) continue;
-      line = 0;
-      row += stride;
-      --rows;
-    }
-  }
-};
-
 template <typename S>
 GW_INLINE void gram(const GramBlock& a) {
   const int side = a.small ? S::kRows : kSquareTile;
   const int height = round_up(a.left_count, side), width = round_up(a.right_count, side);
   double* const left = a.packed;
   double* const right = a.diagonal ? left : left + kGramRows * height;
-  const int64_t lines = ((a.diagonal ? 0 : a.left_count) + a.right_count + kFloatsOfLine - 1) / kFloatsOfLine;
-  const int64_t tiles = std::max(1, height / S::kRows * (width / S::kColumns) / (a.diagonal ? 2 : 1));
   for (int64_t row = 0; row < a.n; row += kGramRows) {
     const int64_t rows = std::min(kGramRows, a.n - row);
     const float* const from = a.a + row * a.rank;
     pack_columns<S>(from, rows, a.rank, a.left, a.left_count, round_up(height, kPanel), left);
     if (!a.diagonal) pack_columns<S>(from, rows, a.rank, a.right, a.right_count, width, right);
-    NextRows next{.row = from + rows * a.rank + a.right[0],
-                  .rows = std::min(kGramRows, a.n - row - rows),
-                  .stride = a.rank,
-                  .lines = lines,
-                  .together = kGramRows * lines / tiles + 1};
     for (int j = 0; j < width; j += S::kColumns) {
       const double* const y = right + j / kPanel * kGramPanel + j % kPanel;
       for (int i = a.diagonal ? j : 0; i < height; i += S::kRows) {
         const double* const x = left + i / kPanel * kGramPanel + i % kPanel;
         double* const out = a.out + i * a.stride + j;
-        next.prefetch();
         if (a.diagonal && i + S::kRows <= j + S::kLanes) {
           add_to_gram<S, 1>(x, y, rows, row == 0, out, a.stride);
         } else {

@@ -2,6 +2,15 @@
 
 namespace gradwire::host {
 
+bool runs_wide() {
+#ifdef GW_SIMD_CHOOSES
+  static const bool runs = __builtin_cpu_supports("x86-64-v4");
+  return runs;
+#else
+  return false;
+#endif
+}
+
 GW_SIMD void widen_all(const Bf16* from, int64_t count, float* to) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) to[i] = widen(from[i]);

@@ -76,6 +76,9 @@ inline bool has_avx512() {
 #endif
 }
 
+// Returns whether the processor has all of x86-64-v4, and functions may be compiled for it.
+bool runs_wide();
+
 // Results of at least this many bytes would only evict other data from the caches. They are written past the
 // caches, which also saves reading each line first.
 inline constexpr int64_t kStreamBytes = 16 * 1024 * 1024;

@@ -155,15 +155,6 @@ void for_pieces(const HostBlocks& f, int64_t count, const Piece& piece) {
 
 }  // namespace
 
-bool runs_wide() {
-#ifdef GW_WIDE
-  static const bool runs = __builtin_cpu_supports("x86-64-v4");
-  return runs;
-#else
-  return false;
-#endif
-}
-
 void reduce_encode_blocks(const HostBlocks& format, const ReduceEncode& a) {
   for_pieces(format, a.count,
              [&](int64_t first, int64_t last) { reduce_encode_piece(format, a, first, last); });

@@ -188,8 +188,6 @@ struct HostBlocks {
   void (*decode)(const void* coder, const uint8_t* wire, int64_t count, int64_t first, int64_t last,
                  float* values);
 };
-// Returns whether the functions of GW_WIDE run on this processor.
-bool runs_wide();
 void reduce_encode_blocks(const HostBlocks& format, const ReduceEncode& a);
 void decode_blocks(const HostBlocks& format, const Decode& a);
 

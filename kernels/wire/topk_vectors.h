@@ -96,13 +96,20 @@ struct SelectingLane {
   }
 
   GW_INLINE void put_positions(const Positions& set, const float* places, uint8_t* to) const {
-    const int k = set.k, low = set.low;
-    BitWriter upper{to}, lows{to + set.upper_bytes()};
-    for (int j = 0; j < k; ++j) upper.put(1, (get_place(places, j) >> low) + j, 1);
-    upper.finish(set.upper_bytes());
-    const uint64_t mask = (1u << low) - 1u;
-    for (int j = 0; j < k; ++j) lows.put(static_cast<uint64_t>(get_place(places, j)) & mask, j * low, low);
-    lows.finish(set.low_bytes());
+    uint64_t upper[2 * TopK::kMaxBlock / 64];
+    std::fill_n(upper, (set.upper_bytes() + 7) / 8, 0);
+    for (int j = 0; j < set.k; ++j) {
+      const int bit = (get_place(places, j) >> set.low) + j;
+      upper[bit / 64] |= uint64_t{1} << bit % 64;
+    }
+    memcpy(to, upper, static_cast<size_t>(set.upper_bytes()));
+    to += set.upper_bytes();
+    int filled = 0;
+    for (uint32_t j = 0, bits = 0; j < static_cast<uint32_t>(set.k); ++j) {
+      bits |= (static_cast<uint32_t>(get_place(places, j)) & ((1u << set.low) - 1u)) << filled;
+      for (filled += set.low; filled >= 8; filled -= 8, bits >>= 8) *to++ = static_cast<uint8_t>(bits);
+      if (filled > 0) *to = static_cast<uint8_t>(bits);
+    }
   }
 
   template <typename Take>
@@ -177,33 +184,6 @@ struct SelectingLane {
       if (bit == 0 || (reach >= wanted && reach <= enough)) return least;
     }
   }
-
-  // Writes ascending bits of a string, a word at a time.
-  struct BitWriter {
-    uint8_t* to;
-    uint64_t word = 0;
-    int begin = 0;  // number of the word's first bit
-
-    // Writes `bits`, of `n` bits, at bit number `at`.
-    GW_INLINE void put(uint64_t bits, int at, int n) {
-      while (at - begin >= 64) next(0);
-      const int shift = at - begin;
-      word |= bits << shift;
-      if (shift + n > 64) next(bits >> (64 - shift));
-    }
-    GW_INLINE void next(uint64_t rest) {
-      memcpy(to + begin / 8, &word, sizeof word);
-      word = rest;
-      begin += 64;
-    }
-    // Ends the string, which has `bytes` bytes.
-    GW_INLINE void finish(int bytes) {
-      for (int left = bytes - begin / 8; left > 0; left -= 8) {
-        memcpy(to + bytes - left, &word, static_cast<size_t>(left < 8 ? left : 8));
-        word = 0;
-      }
-    }
-  };
 };
 
 }  // namespace gradwire::host
