@@ -6,7 +6,6 @@
 // replaced by a random column. The random column comes last in the next pass's elimination, so that it is
 // made orthogonal to the other columns and leaves them unchanged.
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <numeric>
 #include <vector>
@@ -22,12 +21,6 @@ namespace gradwire::host {
 namespace {
 
 constexpr int kMax = kMaxSmallRank;
-// The columns without re-seeds, in their order.
-constexpr auto kNatural = [] {
-  std::array<int32_t, kMax> columns{};
-  for (int k = 0; k < kMax; ++k) columns[static_cast<size_t>(k)] = k;
-  return columns;
-}();
 
 struct Workspace {
   double gram[kMax][kMax];  // lower triangle; then the Cholesky factor of the scaled, permuted Gram matrix
@@ -46,55 +39,39 @@ constexpr int kFewColumns = 8, kTogether = 8;
 using WideRows = WideSums::Vec;
 using NarrowRows = Pair<NarrowSums::Vec>;
 
-// Permutations between eight rows of kRank floats, in vectors of 16 that begin with element first(v), and
-// pairs of columns, whose vector p holds columns 2 p and 2 p + 1 of the rows. Step s of a result takes lanes
-// from source s; step 0 takes them from sources 0 and 1.
-template <int kRank>
-struct Transposition {
-  static constexpr int kVectors = (kRank + 1) / 2;
-  using Steps = int32_t[kVectors][kVectors][16];
-  Steps to_columns = {}, to_rows = {};
-
-  static constexpr int first(int v) { return std::min(16 * v, kTogether * kRank - 16); }
-  constexpr Transposition() {
-    for (int v = 0; v < kVectors; ++v) {
-      for (int i = 0; i < 16; ++i) {
-        const int element = i % kTogether * kRank + std::min(2 * v + i / kTogether, kRank - 1);
-        const int source = std::min(element / 16, kVectors - 1);
-        set_lane(to_columns[v], i, source, element - first(source));
-        const int column = (first(v) + i) % kRank, row = (first(v) + i) / kRank;
-        set_lane(to_rows[v], i, column / 2, column % 2 * kTogether + row);
-      }
-    }
-  }
-  static constexpr void set_lane(int32_t (&steps)[kVectors][16], int i, int source, int lane) {
-    for (int s = 0; s < kVectors; ++s) steps[s][i] = source == std::max(s, 1) ? 16 + lane : s == 0 ? lane : i;
-  }
-};
-template <int kRank>
-inline constexpr Transposition<kRank> kTransposition;
-
+// Returns lanes `at` of the vectors from[source].
 template <int kVectors>
-GW_INLINE void permute(const WideF32 (&from)[kVectors], const int32_t (&steps)[kVectors][kVectors][16],
-                       WideF32 (&to)[kVectors]) {
+GW_INLINE WideF32 lanes_of(const WideF32 (&from)[kVectors], const WideI32& source, const WideI32& at) {
+  WideF32 x = __builtin_shuffle(from[0], from[1], source == 1 ? at + 16 : at);
 #pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) {
-    to[v] = __builtin_shuffle(from[0], from[1], load<WideI32>(steps[v][0]));
-#pragma GCC unroll 4
-    for (int s = 2; s < kVectors; ++s) to[v] = __builtin_shuffle(to[v], from[s], load<WideI32>(steps[v][s]));
-  }
+  for (int s = 2; s < kVectors; ++s)
+    x = __builtin_shuffle(x, from[s], source == s ? at + 16 : Lanes<WideF32>::kIndex);
+  return x;
+}
+// Returns the elements of eight rows at which their vectors v begin. The last vector may overlap the one
+// before.
+template <int kRank, typename Number>
+GW_INLINE Number first_of(const Number& v) {
+  return 16 * v < kTogether * kRank - 16 ? 16 * v : Number{} + (kTogether * kRank - 16);
 }
 
+// With AVX-512, permutes vectors of rows from and to vectors of two columns.
 template <typename Rows, int kRank>
-inline constexpr bool kPermutes = std::is_same_v<Rows, WideRows>&& kRank > 2;
+inline constexpr bool kPermutes = kRank > 2 && std::is_same_v<Rows, WideRows>;
 
 template <int kRank, typename Rows>
 GW_INLINE void load_rows(const float* from, Rows (&x)[kRank]) {
   if constexpr (kPermutes<Rows, kRank>) {
     constexpr int kVectors = (kRank + 1) / 2;
     WideF32 rows[kVectors], columns[kVectors];
-    for (int v = 0; v < kVectors; ++v) rows[v] = load<WideF32>(from + Transposition<kRank>::first(v));
-    permute(rows, kTransposition<kRank>.to_columns, columns);
+    for (int v = 0; v < kVectors; ++v) rows[v] = load<WideF32>(from + first_of<kRank>(v));
+#pragma GCC unroll 4
+    for (int p = 0; p < kVectors; ++p) {
+      const WideI32 lane = Lanes<WideF32>::kIndex, column = lane / kTogether + 2 * p;
+      const WideI32 at = lane % kTogether * kRank + (column < kRank ? column : kRank - 1);
+      const WideI32 source = at / 16 < kVectors - 1 ? at / 16 : WideI32{} + (kVectors - 1);
+      columns[p] = lanes_of(rows, source, at - first_of<kRank>(source));
+    }
     for (int k = 0; k < kRank; ++k) {
       const auto pair = std::bit_cast<F32x16>(columns[k / 2]);
       x[k] = converted<Rows>(k % 2 == 0 ? pair.low : pair.high);
@@ -111,13 +88,16 @@ template <int kRank, typename Rows>
 GW_INLINE void store_rows(const Rows (&y)[kRank], float* to) {
   if constexpr (kPermutes<Rows, kRank>) {
     constexpr int kVectors = (kRank + 1) / 2;
-    WideF32 rows[kVectors], columns[kVectors];
+    WideF32 columns[kVectors];
     for (int p = 0; p < kVectors; ++p) {
       const auto& second = y[std::min(2 * p + 1, kRank - 1)];
       columns[p] = std::bit_cast<WideF32>(F32x16{converted<F32x8>(y[2 * p]), converted<F32x8>(second)});
     }
-    permute(columns, kTransposition<kRank>.to_rows, rows);
-    for (int v = 0; v < kVectors; ++v) store(to + Transposition<kRank>::first(v), rows[v]);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const WideI32 at = Lanes<WideF32>::kIndex + first_of<kRank>(v), column = at % kRank;
+      store(to + first_of<kRank>(v), lanes_of(columns, column / 2, column % 2 * kTogether + at / kRank));
+    }
     return;
   }
   for (int k = 0; k < kRank; ++k) {
@@ -127,16 +107,21 @@ GW_INLINE void store_rows(const Rows (&y)[kRank], float* to) {
   }
 }
 
-// Calls body(from, to) for eight rows at a time; the rows after the last are 0.
-template <int kRank, typename Body>
+// Calls body(x) for the columns of eight rows at a time, 0 after the last row, and stores x unless `out` is
+// null.
+template <int kRank, typename Rows, typename Body>
 GW_INLINE void each_eight_rows(const float* in, float* out, int64_t n, const Body& body) {
-  const int64_t whole = n / kTogether * kTogether * kRank, rest = n * kRank - whole;
-  for (int64_t at = 0; at < whole; at += kTogether * kRank) body(in + at, out == nullptr ? out : out + at);
-  if (rest == 0) return;
-  float rows[kTogether * kRank] = {};
-  std::copy_n(in + whole, rest, rows);
-  body(rows, rows);
-  if (out != nullptr) std::copy_n(rows, rest, out + whole);
+  float part[kTogether * kRank] = {};
+  for (int64_t row = 0; row < n; row += kTogether) {
+    const int64_t at = row * kRank, rest = n - row < kTogether ? (n - row) * kRank : 0;
+    std::copy_n(in + at, rest, part);
+    Rows x[kRank];
+    load_rows(rest > 0 ? part : in + at, x);
+    body(x);
+    if (out == nullptr) continue;
+    store_rows(x, rest > 0 ? part : out + at);
+    std::copy_n(part, rest, out + at);
+  }
 }
 
 // Computes out = in * weights, or the Gram matrix of `in` if `out` is null.
@@ -145,24 +130,21 @@ GW_INLINE void few_columns(const float* in, float* out, int64_t n, int rank, Wor
   if constexpr (kRank > 1) {
     if (rank < kRank) return few_columns<Rows, kRank - 1>(in, out, n, rank, w);
   }
-  Rows x[kRank];
   if (out != nullptr) {
-    return each_eight_rows<kRank>(
-        in, out, n, [&](const float* from, float* to) __attribute__((always_inline)) {
-          load_rows(from, x);
+    return each_eight_rows<kRank, Rows>(
+        in, out, n, [&](Rows(&x)[kRank]) __attribute__((always_inline)) {
           Rows y[kRank] = {};
 #pragma GCC unroll 8
           for (int k = 0; k < kRank; ++k) {
 #pragma GCC unroll 8
             for (int j = k; j < kRank; ++j) y[j] = y[j] + x[k] * w.weights[k][j];
           }
-          store_rows(y, to);
+          std::copy_n(y, kRank, x);
         });
   }
   Rows sums[kRank][kRank] = {};
-  each_eight_rows<kRank>(
-      in, nullptr, n, [&](const float* from, float*) __attribute__((always_inline)) {
-        load_rows(from, x);
+  each_eight_rows<kRank, Rows>(
+      in, nullptr, n, [&](Rows(&x)[kRank]) __attribute__((always_inline)) {
 #pragma GCC unroll 8
         for (int i = 0; i < kRank; ++i) {
 #pragma GCC unroll 8
@@ -184,18 +166,9 @@ GW_DEFINE_WIDEST(void, pass_of_few, few_columns, NarrowRows, WideRows,
 void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
   if (r <= kFewColumns) return pass_of_few(a, nullptr, n, r, w);
   alignas(64) double packed[kGramRows * kMax];
-  gram_block({.a = a,
-              .n = n,
-              .rank = r,
-              .left = kNatural.data(),
-              .right = kNatural.data(),
-              .left_count = r,
-              .right_count = r,
-              .diagonal = true,
-              .packed = packed,
-              .out = w.gram[0],
-              .stride = kMax,
-              .small = true});
+  int32_t columns[kMax];
+  std::iota(columns, columns + r, 0);
+  gram_block({a, n, r, columns, columns, r, r, true, packed, w.gram[0], kMax, true});
   for (int i = 0; i < r; ++i) {
     for (int j = i + 1; j < r; ++j) w.gram[i][j] = w.gram[j][i];
   }

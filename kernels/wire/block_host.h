@@ -103,23 +103,6 @@ struct OneLane : SelectingLane<V>, RunLane<V> {
     for (int i = 0; i < n; ++i) all += test(i) ? 1 : 0;
     return all;
   }
-  // Calls take(k, i) for the values that pass the test. Most formats pick few values, so sixteen values are
-  // tested at a time for any hit.
-  template <typename Test, typename Take>
-  GW_INLINE void pick(int n, const Test& test, const Take& take) const {
-    constexpr int kAtOnce = 16;
-    int k = 0;
-    for (int begin = 0; begin < n; begin += kAtOnce) {
-      const int end = n - begin < kAtOnce ? n : begin + kAtOnce;
-      uint32_t any = 0;
-#pragma omp simd reduction(| : any)
-      for (int i = begin; i < end; ++i) any |= test(i) ? 1u : 0u;
-      if (any == 0) continue;
-      for (int i = begin; i < end; ++i) {
-        if (test(i)) take(k++, i);
-      }
-    }
-  }
   template <int kGroup, typename Begin, typename Body>
   GW_INLINE void each_in_groups(int n, const Begin& begin, const Body& body) const {
     for (int first = 0; first < n; first += kGroup) {

@@ -58,17 +58,17 @@ struct SelectingLane {
   }
 
   // Compares candidates only. If there are too few or too many, the k-th largest of the maxima of 2 k groups
-  // of keys or more is a bound that at least k keys reach, and seldom twice as many; if those are too many,
-  // too, searches a bound among all keys.
+  // of keys or more is a bound that at least k keys reach, and seldom twice as many. If they are, the groups
+  // become single keys.
   GW_INLINE void pick_largest(int n, int k, const Magnitudes& key, float* places) const {
     alignas(64) float keys[TopK::kMaxBlock + kStep];
     alignas(64) int32_t which[TopK::kMaxBlock + kStep];
     Candidates local;
     Candidates& c = candidates != nullptr ? *candidates : local;
     c.margin = c.count < k ? std::min(2 * c.margin, 0.5f) : c.count > 2 * k ? c.margin / 2 : c.margin;
-    if (c.count < k || c.count > 4 * k) {
-      int group = 1;
-      while (4 * group * std::max(k, 8) <= n) group *= 2;
+    int group = 1;
+    while (4 * group * std::max(k, 8) <= n) group *= 2;
+    for (bool found = c.count >= k && c.count <= 4 * k; !found; group = 1) {
       for (int g = 0; g < n / group; g += kStep) {
         Words most = {};
 #pragma GCC unroll 8
@@ -78,10 +78,7 @@ struct SelectingLane {
       }
       c.bound = bound(keys, n / group, k, k + k / 8, 0);
       c.count = places_at_least(key.values, n, c.bound, c.at);
-      if (c.count > 4 * k && group > 1) {
-        c.bound = bound(key.values, n, k, k + k / 4, c.bound);
-        c.count = places_at_least(key.values, n, c.bound, c.at);
-      }
+      found = c.count <= 4 * k || group == 1;
     }
     for (int j = 0; j < c.count; ++j) keys[j] = key.values[c.at[j]];
     store(keys + c.count, V{});
