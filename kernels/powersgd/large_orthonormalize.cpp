@@ -106,7 +106,7 @@ template <typename S>
 GW_INLINE void widen_panel_row(const float* from, double* to) {
 #pragma GCC unroll 4
   for (int c = 0; c < kPanel; c += S::kLanes) {
-    store(to + c, __builtin_convertvector(load<typename S::Floats>(from + c), typename S::Vec));
+    store(to + c, converted<typename S::Vec>(load<typename S::Floats>(from + c)));
   }
 }
 
@@ -156,73 +156,22 @@ GW_INLINE void add_to_gram(const double* left, const double* right, int64_t rows
   }
 }
 
-// Prefetches the rows of A that are packed next, a few cache lines at a time: the processor's prefetchers
-// have forgotten A by then.
-struct NextRows {
-  const float* row;
-  int64_t rows, stride, lines, together;
-  int64_t line = 0;
-
-  GW_INLINE void prefetch() {
-    for (int64_t i = 0; i < together && rows > 0; ++i) {
-      __builtin_prefetch(row + line * kFloatsOfLine, 0, 2);
-      if (++line < lines) continue;
-      line = 0;
-      row += stride;
-      --rows;
-    }
-  }
-};
-
-// Computes the Gram matrix of columns that fill more than half a vector. A vector's other lanes hold the
-// next row, and their sums are undefined.
-template <typename S>
-GW_INLINE void gram_of_vector(const GramBlock& a) {
-  double* const packed = a.packed;
-  const int64_t rank = a.rank, n = a.n;
-  typename S::Vec sums[S::kRows][S::kVecs] = {};
-  float last[S::kLanes] = {};
-  std::copy_n(a.a + (n - 1) * rank, rank, last);
-  const auto pack = [&](const float* from, int64_t row) __attribute__((always_inline)) {
-    store(packed + row * kPanel, __builtin_convertvector(load<typename S::Floats>(from), typename S::Vec));
-  };
-  for (int64_t first = 0; first < n; first += kGramRows) {
-    const int64_t rows = std::min(kGramRows, n - first), before_last = std::min(rows, n - 1 - first);
-    const float* from = a.a + first * rank;
-    for (int64_t row = 0; row < before_last; ++row, from += rank) pack(from, row);
-    if (before_last < rows) pack(last, before_last);
-    add_products<S, 0, 1>(packed, 1, kPanel, packed, rows, sums);
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < S::kRows; ++i) store(a.out + i * a.stride, sums[i][0]);
-}
-
 template <typename S>
 GW_INLINE void gram(const GramBlock& a) {
-  if (a.small && a.rank == std::clamp(a.rank, 3, 4)) return gram_of_vector<NarrowSums>(a);
-  if (a.small && a.rank == std::clamp(a.rank, S::kLanes / 2 + 1, S::kLanes)) return gram_of_vector<S>(a);
   const int side = a.small ? S::kRows : kSquareTile;
   const int height = round_up(a.left_count, side), width = round_up(a.right_count, side);
   double* const left = a.packed;
   double* const right = a.diagonal ? left : left + kGramRows * height;
-  const int64_t lines = ((a.diagonal ? 0 : a.left_count) + a.right_count + kFloatsOfLine - 1) / kFloatsOfLine;
-  const int64_t tiles = std::max(1, height / S::kRows * (width / S::kColumns) / (a.diagonal ? 2 : 1));
   for (int64_t row = 0; row < a.n; row += kGramRows) {
     const int64_t rows = std::min(kGramRows, a.n - row);
     const float* const from = a.a + row * a.rank;
     pack_columns<S>(from, rows, a.rank, a.left, a.left_count, round_up(height, kPanel), left);
     if (!a.diagonal) pack_columns<S>(from, rows, a.rank, a.right, a.right_count, width, right);
-    NextRows next{.row = from + rows * a.rank + a.right[0],
-                  .rows = std::min(kGramRows, a.n - row - rows),
-                  .stride = a.rank,
-                  .lines = lines,
-                  .together = kGramRows * lines / tiles + 1};
     for (int j = 0; j < width; j += S::kColumns) {
       const double* const y = right + j / kPanel * kGramPanel + j % kPanel;
       for (int i = a.diagonal ? j : 0; i < height; i += S::kRows) {
         const double* const x = left + i / kPanel * kGramPanel + i % kPanel;
         double* const out = a.out + i * a.stride + j;
-        next.prefetch();
         if (a.diagonal && i + S::kRows <= j + S::kLanes) {
           add_to_gram<S, 1>(x, y, rows, row == 0, out, a.stride);
         } else {

@@ -61,12 +61,6 @@ bool finite_columns(const LargeMatrix& m) {
   return true;
 }
 
-void transpose(const double* from, int64_t stride, Tile& to) {
-  for (int i = 0; i < kSquareTile; ++i) {
-    for (int j = 0; j < kSquareTile; ++j) to[j * kSquareTile + i] = from[i * stride + j];
-  }
-}
-
 void copy_tile(const double* from, int64_t from_stride, double* to, int64_t to_stride) {
   for (int i = 0; i < kSquareTile; ++i) {
     std::copy_n(from + i * from_stride, kSquareTile, to + i * to_stride);
@@ -94,8 +88,9 @@ double eliminate(const LargeScratch& s, int j) {
   int32_t* const dependent = s.dependent + j * kSquareTile;
   copy_tile(s.tile(j, j), s.size, dense, kSquareTile);
   const double smallest = factor_tile(dense, dependent);
-  transpose(dense, kSquareTile, packed);  // L_jj^-T
-  copy_tile(packed, kSquareTile, s.tile(j, j), s.size);
+  for (int64_t row = 0; row < kSquareTile; ++row) {  // L_jj^-T
+    for (int k = 0; k < kSquareTile; ++k) s.tile(j, j)[row * s.size + k] = dense[k * kSquareTile + row];
+  }
   pack_tile(s.tile(j, j), s.size, packed);
   for (int i = j + 1; i < tiles; ++i) {
     double* const to = s.tile(i, j);

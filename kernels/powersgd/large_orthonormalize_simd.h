@@ -1,6 +1,7 @@
 // The loops of the host's orthonormalization, compiled for several instruction sets: all of them above rank
-// kMaxSmallRank, and the products with A below. Every sum has the order of the rows of its factors, for any
-// width of vectors, so all instruction sets compute the same bits.
+// kMaxSmallRank, and the products with A above rank 8. Every sum has the order of the rows of its factors,
+// for any width of vectors. So all instruction sets compute the same bits above rank kMaxSmallRank, and all
+// with fused multiply-adds below, where weights are not rounded.
 //
 // Floor: a sum's term takes a lane of an FP64 multiply-add, n r^2 terms per matrix for the Gram matrix and
 // the rows together, and 1/3 r^3 for the factor. Zen 4 at 3.6 GHz computes 29 G terms per second and core.
@@ -10,6 +11,10 @@
 
 #include "kernels/powersgd/orthonormalize.h"
 #include "kernels/simd/vector.h"
+
+#ifdef GW_SIMD_CHOOSES
+#include <immintrin.h>
+#endif
 
 namespace gradwire::host {
 
@@ -24,6 +29,17 @@ struct WideSums {
   using Floats = float __attribute__((vector_size(32)));
   static constexpr int kLanes = 8, kRows = 8, kVecs = 2, kColumns = kVecs * kLanes;
 };
+
+// Converts between floats and doubles. GCC 12 converts vectors of 64 bytes by halves.
+template <typename To, typename From>
+GW_INLINE To converted(const From& x) {
+#ifdef GW_SIMD_CHOOSES
+  constexpr int kRoundAsSet = 4;
+  if constexpr (sizeof(To) == 64) return __builtin_ia32_cvtps2pd512_mask(x, To{}, -1, kRoundAsSet);
+  if constexpr (sizeof(From) == 64) return __builtin_ia32_cvtpd2ps512_mask(x, To{}, -1, kRoundAsSet);
+#endif
+  return __builtin_convertvector(x, To);
+}
 
 inline constexpr int kFloatsOfLine = 16;
 // Columns of a packed panel, whose element (k, c) is at [k][c]. A panel is read as a right factor, and its
@@ -82,7 +98,7 @@ struct WeightedRows {
   int64_t rows;
   int rank;
   const int32_t* order;
-  const double* weights;  // from exact_weight(), packed
+  const double* weights;  // packed; from exact_weight() above rank kMaxSmallRank
 };
 void weigh_rows(const WeightedRows& a);
 
@@ -109,7 +125,7 @@ GW_INLINE void narrow_sums(const typename S::Vec (&sums)[S::kRows][S::kVecs], in
     for (int i = 0; i < S::kRows; ++i) {
 #pragma GCC unroll 2
       for (int v = 0; v < S::kVecs; ++v) {
-        const auto part = __builtin_convertvector(sums[i][v], typename S::Floats);
+        const auto part = converted<typename S::Floats>(sums[i][v]);
         if (v * S::kLanes < columns) store(out + i * rank + order[0] + v * S::kLanes, part);
       }
     }

@@ -6,8 +6,8 @@
 // replaced by a random column. The random column comes last in the next pass's elimination, so that it is
 // made orthogonal to the other columns and leaves them unchanged.
 #include <algorithm>
-#include <array>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "kernels/powersgd/large_orthonormalize_simd.h"
@@ -15,89 +15,171 @@
 #include "kernels/simd/vector.h"
 #include "runtime/threads/thread_pool.h"
 
+GW_ALLOW_FMA
+
 namespace gradwire::host {
 namespace {
 
 constexpr int kMax = kMaxSmallRank;
-// The columns without re-seeds, in their order.
-constexpr auto kNatural = [] {
-  std::array<int32_t, kMax> columns{};
-  for (int k = 0; k < kMax; ++k) columns[static_cast<size_t>(k)] = k;
-  return columns;
-}();
 
 struct Workspace {
   double gram[kMax][kMax];  // lower triangle; then the Cholesky factor of the scaled, permuted Gram matrix
   double inverse[kMax][kMax];
-  double weights[kMax][kMax];  // A <- A * weights
+  double weights[kMax][kMax];  // A <- A * weights, with columns in the elimination order
   double scale[kMax];
-  int order[kMax];     // elimination order
-  int attempts[kMax];  // re-seeds of each column so far
+  int32_t order[kMax];  // elimination order
+  int attempts[kMax];   // re-seeds of each column so far
   bool dependent[kMax];
 };
 
-// Adds rows of A to the Gram matrix of one or two columns.
-template <int kRank>
-GW_INLINE void add_gram(const float* a, int64_t n, Workspace& w) {
-  double sums[kRank][kRank] = {};
-  for (int64_t row = 0; row < n; ++row) {
-    double x[kRank];
-    for (int k = 0; k < kRank; ++k) x[k] = a[row * kRank + k];
-    for (int i = 0; i < kRank; ++i) {
-      for (int j = 0; j < kRank; ++j) sums[i][j] += x[i] * x[j];
-    }
-  }
-  for (int i = 0; i < kRank; ++i) std::copy_n(sums[i], kRank, w.gram[i]);
+// Up to rank kFewColumns: eight rows at a time, transposed, so that a lane belongs to a row, and a sum to an
+// element of the lower triangle. The order of the sums does not depend on the instruction set.
+constexpr int kFewColumns = 8, kTogether = 8;
+
+using WideRows = WideSums::Vec;
+using NarrowRows = Pair<NarrowSums::Vec>;
+
+// Returns lanes `at` of the vectors from[source].
+template <int kVectors>
+GW_INLINE WideF32 lanes_of(const WideF32 (&from)[kVectors], const WideI32& source, const WideI32& at) {
+  WideF32 x = __builtin_shuffle(from[0], from[1], source == 1 ? at + 16 : at);
+#pragma GCC unroll 4
+  for (int s = 2; s < kVectors; ++s)
+    x = __builtin_shuffle(x, from[s], source == s ? at + 16 : Lanes<WideF32>::kIndex);
+  return x;
+}
+// Returns the elements of eight rows at which their vectors v begin. The last vector may overlap the one
+// before.
+template <int kRank, typename Number>
+GW_INLINE Number first_of(const Number& v) {
+  return 16 * v < kTogether * kRank - 16 ? 16 * v : Number{} + (kTogether * kRank - 16);
 }
 
-// Computes G = A^T A, both triangles. The order of the terms is the same for all ranks.
-GW_SIMD void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
-  if (r == 1) return add_gram<1>(a, n, w);
-  if (r == 2) return add_gram<2>(a, n, w);
+// With AVX-512, permutes vectors of rows from and to vectors of two columns.
+template <typename Rows, int kRank>
+inline constexpr bool kPermutes = kRank > 2 && std::is_same_v<Rows, WideRows>;
+
+template <int kRank, typename Rows>
+GW_INLINE void load_rows(const float* from, Rows (&x)[kRank]) {
+  if constexpr (kPermutes<Rows, kRank>) {
+    constexpr int kVectors = (kRank + 1) / 2;
+    WideF32 rows[kVectors], columns[kVectors];
+    for (int v = 0; v < kVectors; ++v) rows[v] = load<WideF32>(from + first_of<kRank>(v));
+#pragma GCC unroll 4
+    for (int p = 0; p < kVectors; ++p) {
+      const WideI32 lane = Lanes<WideF32>::kIndex, column = lane / kTogether + 2 * p;
+      const WideI32 at = lane % kTogether * kRank + (column < kRank ? column : kRank - 1);
+      const WideI32 source = at / 16 < kVectors - 1 ? at / 16 : WideI32{} + (kVectors - 1);
+      columns[p] = lanes_of(rows, source, at - first_of<kRank>(source));
+    }
+    for (int k = 0; k < kRank; ++k) {
+      const auto pair = std::bit_cast<F32x16>(columns[k / 2]);
+      x[k] = converted<Rows>(k % 2 == 0 ? pair.low : pair.high);
+    }
+    return;
+  }
+  for (int k = 0; k < kRank; ++k) {
+    double column[kTogether];
+    for (int row = 0; row < kTogether; ++row) column[row] = from[row * kRank + k];
+    x[k] = load<Rows>(column);
+  }
+}
+template <int kRank, typename Rows>
+GW_INLINE void store_rows(const Rows (&y)[kRank], float* to) {
+  if constexpr (kPermutes<Rows, kRank>) {
+    constexpr int kVectors = (kRank + 1) / 2;
+    WideF32 columns[kVectors];
+    for (int p = 0; p < kVectors; ++p) {
+      const auto& second = y[std::min(2 * p + 1, kRank - 1)];
+      columns[p] = std::bit_cast<WideF32>(F32x16{converted<F32x8>(y[2 * p]), converted<F32x8>(second)});
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const WideI32 at = Lanes<WideF32>::kIndex + first_of<kRank>(v), column = at % kRank;
+      store(to + first_of<kRank>(v), lanes_of(columns, column / 2, column % 2 * kTogether + at / kRank));
+    }
+    return;
+  }
+  for (int k = 0; k < kRank; ++k) {
+    double column[kTogether];
+    store(column, y[k]);
+    for (int row = 0; row < kTogether; ++row) to[row * kRank + k] = static_cast<float>(column[row]);
+  }
+}
+
+// Calls body(x) for the columns of eight rows at a time, 0 after the last row, and stores x unless `out` is
+// null.
+template <int kRank, typename Rows, typename Body>
+GW_INLINE void each_eight_rows(const float* in, float* out, int64_t n, const Body& body) {
+  float part[kTogether * kRank] = {};
+  for (int64_t row = 0; row < n; row += kTogether) {
+    const int64_t at = row * kRank, rest = n - row < kTogether ? (n - row) * kRank : 0;
+    std::copy_n(in + at, rest, part);
+    Rows x[kRank];
+    load_rows(rest > 0 ? part : in + at, x);
+    body(x);
+    if (out == nullptr) continue;
+    store_rows(x, rest > 0 ? part : out + at);
+    std::copy_n(part, rest, out + at);
+  }
+}
+
+// Computes out = in * weights, or the Gram matrix of `in` if `out` is null.
+template <typename Rows, int kRank = kFewColumns>
+GW_INLINE void few_columns(const float* in, float* out, int64_t n, int rank, Workspace& w) {
+  if constexpr (kRank > 1) {
+    if (rank < kRank) return few_columns<Rows, kRank - 1>(in, out, n, rank, w);
+  }
+  if (out != nullptr) {
+    return each_eight_rows<kRank, Rows>(
+        in, out, n, [&](Rows(&x)[kRank]) __attribute__((always_inline)) {
+          Rows y[kRank] = {};
+#pragma GCC unroll 8
+          for (int k = 0; k < kRank; ++k) {
+#pragma GCC unroll 8
+            for (int j = k; j < kRank; ++j) y[j] = y[j] + x[k] * w.weights[k][j];
+          }
+          std::copy_n(y, kRank, x);
+        });
+  }
+  Rows sums[kRank][kRank] = {};
+  each_eight_rows<kRank, Rows>(
+      in, nullptr, n, [&](Rows(&x)[kRank]) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kRank; ++i) {
+#pragma GCC unroll 8
+          for (int j = 0; j <= i; ++j) sums[i][j] = sums[i][j] + x[i] * x[j];
+        }
+      });
+  for (int i = 0; i < kRank; ++i) {
+    for (int j = 0; j <= i; ++j) {
+      double of_rows[kTogether];
+      store(of_rows, sums[i][j]);
+      w.gram[i][j] = w.gram[j][i] = std::accumulate(of_rows, of_rows + kTogether, 0.0);
+    }
+  }
+}
+GW_DEFINE_WIDEST(void, pass_of_few, few_columns, NarrowRows, WideRows,
+                 (const float* in, float* out, int64_t n, int rank, Workspace& w), (in, out, n, rank, w))
+
+// Computes G = A^T A, both triangles.
+void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
+  if (r <= kFewColumns) return pass_of_few(a, nullptr, n, r, w);
   alignas(64) double packed[kGramRows * kMax];
-  gram_block({.a = a,
-              .n = n,
-              .rank = r,
-              .left = kNatural.data(),
-              .right = kNatural.data(),
-              .left_count = r,
-              .right_count = r,
-              .diagonal = true,
-              .packed = packed,
-              .out = w.gram[0],
-              .stride = kMax,
-              .small = true});
+  int32_t columns[kMax];
+  std::iota(columns, columns + r, 0);
+  gram_block({a, n, r, columns, columns, r, r, true, packed, w.gram[0], kMax, true});
   for (int i = 0; i < r; ++i) {
     for (int j = i + 1; j < r; ++j) w.gram[i][j] = w.gram[j][i];
   }
 }
 
-// Computes out = in * weights, row by row; `out` may equal `in`.
-template <int kRank>
-GW_INLINE void multiply(const float* in, float* out, int64_t n, int rank, const Workspace& w) {
-  const int r = kRank > 0 ? kRank : rank;
-  for (int64_t row = 0; row < n; ++row) {
-    double y[kRank > 0 ? kRank : kMax] = {};
-    for (int k = 0; k < r; ++k) {
-      const double x = in[row * r + k];
-      for (int j = 0; j < r; ++j) y[j] += x * w.weights[k][j];
-    }
-    for (int j = 0; j < r; ++j) out[row * r + j] = static_cast<float>(y[j]);
-  }
-}
-
-GW_DEFINE_WIDEST(void, weigh_in_order, weigh, NarrowSums, WideSums, (const WeightedRows& a), (a))
-
-GW_SIMD void apply_weights(const float* in, float* out, int64_t n, int r, const Workspace& w) {
-  if (r == 1) return multiply<1>(in, out, n, r, w);
-  if (r == 2) return multiply<2>(in, out, n, r, w);
-  if (r == 3) return multiply<3>(in, out, n, r, w);
-  if (r == 4) return multiply<4>(in, out, n, r, w);
-  if (r == 8) return multiply<8>(in, out, n, r, w);
-  if (!std::equal(w.order, w.order + r, kNatural.begin())) return multiply<0>(in, out, n, r, w);
+// Computes out = in * weights; `out` may equal `in`.
+void apply_weights(const float* in, float* out, int64_t n, int r, Workspace& w) {
+  if (r <= kFewColumns && std::is_sorted(w.order, w.order + r)) return pass_of_few(in, out, n, r, w);
   alignas(64) double packed[packed_weights(kMax)];
   pack_weights(w.weights[0], kMax, r, packed);
-  weigh_in_order({in, out, n, r, kNatural.data(), packed});
+  weigh_rows({in, out, n, r, w.order, packed});
 }
 
 // Factors the scaled Gram matrix in the elimination order w.order, and fills w.weights and w.dependent.
@@ -134,7 +216,7 @@ double factor(int r, Workspace& w) {
     }
   }
   for (int i = 0; i < r; ++i) {
-    for (int j = 0; j < r; ++j) w.weights[w.order[j]][w.order[i]] = w.inverse[i][j] * w.scale[w.order[j]];
+    for (int j = 0; j < r; ++j) w.weights[j][i] = w.inverse[i][j] * w.scale[w.order[j]];
     std::fill(w.weights[i] + r, w.weights[i] + (r + kPanel - 1) / kPanel * kPanel, 0.0);
   }
   return smallest;

@@ -1,54 +1,14 @@
 #include "kernels/simd/vector.h"
 
-#ifdef GW_SIMD_CHOOSES
-#include <immintrin.h>
-#endif
-
 namespace gradwire::host {
-namespace {
 
+bool runs_wide() {
 #ifdef GW_SIMD_CHOOSES
-__attribute__((target("avx512f,avx512bw,avx512vbmi2,popcnt"))) int places_by_compression(const int16_t* keys,
-                                                                                         int n, int16_t least,
-                                                                                         uint16_t* places) {
-  alignas(64) uint16_t first[32];
-  for (int i = 0; i < 32; ++i) first[i] = static_cast<uint16_t>(i);
-  __m512i at = _mm512_load_si512(first);
-  const __m512i step = _mm512_set1_epi16(32), limit = _mm512_set1_epi16(least);
-  int all = 0;
-  for (int i = 0; i < n; i += 32, at = _mm512_add_epi16(at, step)) {
-    const __mmask32 hits = _mm512_cmpge_epi16_mask(_mm512_loadu_si512(keys + i), limit);
-    _mm512_storeu_si512(places + all, _mm512_maskz_compress_epi16(hits, at));
-    all += _mm_popcnt_u32(hits);
-  }
-  return all;
-}
+  static const bool runs = __builtin_cpu_supports("x86-64-v4");
+  return runs;
+#else
+  return false;
 #endif
-
-GW_SIMD void compare_all(const int16_t* keys, int n, int16_t least, uint8_t* hits) {
-#pragma omp simd
-  for (int i = 0; i < n; ++i) hits[i] = keys[i] >= least ? 1 : 0;
-}
-
-}  // namespace
-
-int places_at_least(const int16_t* keys, int n, int16_t least, uint16_t* places) {
-#ifdef GW_SIMD_CHOOSES
-  static const bool compresses = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vbmi2");
-  if (compresses) return places_by_compression(keys, n, least, places);
-#endif
-  int all = 0;
-  for (int begin = 0; begin < n; begin += 32) {
-    alignas(32) uint8_t hits[32];
-    compare_all(keys + begin, 32, least, hits);
-    for (int part = 0; part < 32; part += 8) {
-      uint64_t eight;
-      std::memcpy(&eight, hits + part, sizeof eight);
-      for (; eight != 0; eight &= eight - 1)
-        places[all++] = static_cast<uint16_t>(begin + part + std::countr_zero(eight) / 8);
-    }
-  }
-  return all;
 }
 
 GW_SIMD void widen_all(const Bf16* from, int64_t count, float* to) {

@@ -76,6 +76,9 @@ inline bool has_avx512() {
 #endif
 }
 
+// Returns whether the processor has all of x86-64-v4, and functions may be compiled for it.
+bool runs_wide();
+
 // Results of at least this many bytes would only evict other data from the caches. They are written past the
 // caches, which also saves reading each line first.
 inline constexpr int64_t kStreamBytes = 16 * 1024 * 1024;
@@ -386,10 +389,6 @@ struct ElementLoop {
     }
   }
 };
-
-// Writes the ascending i < n with keys[i] >= least, and returns their number. n is a multiple of 32, at most
-// 65536; `places` has room for n + 32.
-int places_at_least(const int16_t* keys, int n, int16_t least, uint16_t* places);
 
 // Conversions between FP32 and BF16 on the host, whole rows at a time.
 

@@ -84,16 +84,24 @@ GW_INLINE void prefetch_run(const ReduceEncode& a, int64_t begin) {
 
 GW_SIMD void reduce_encode_piece(const HostBlocks& f, const ReduceEncode& a, int64_t first, int64_t last) {
   alignas(64) float s[kMaxInRun], sent[kMaxInRun];
+  static thread_local Candidates candidates;
   uint16_t buffer[random_buffer(kMaxInRun)];
   const uint64_t step = step_of(a.rounding);
   const bool draws = f.stochastic && a.rounding.mode == Rounding::stochastic && a.wire != nullptr;
+  const bool own_only = f.encode_own != nullptr && a.num_inputs == 0 && a.residual != nullptr &&
+                        a.wire != nullptr && a.out == nullptr;
   while (first < last) {
     const Run run = run_of(f, a.count, first, last);
     const int n = run.count, room = static_cast<int>(run.last - run.first) * f.block;
     first = run.last;
+    float* const residual = a.residual != nullptr ? a.residual + run.begin : nullptr;
+    if (own_only && n == room) {
+      f.encode_own(f.coder, &a, run.first, run.last, &candidates);
+      to_residuals(residual, n, residual_unit(a));
+      continue;
+    }
     sum_run(f, a, run, s, sent);
     prefetch_run(a, run.begin + n);
-    float* const residual = a.residual != nullptr ? a.residual + run.begin : nullptr;
     if (a.wire == nullptr) {
       put_scaled(s, a.out_scale, a.out + run.begin, n, false);
       if (residual != nullptr) memset(residual, 0, static_cast<size_t>(n) * sizeof *residual);
@@ -146,15 +154,6 @@ void for_pieces(const HostBlocks& f, int64_t count, const Piece& piece) {
 }
 
 }  // namespace
-
-bool runs_wide() {
-#ifdef GW_WIDE
-  static const bool runs = __builtin_cpu_supports("x86-64-v4");
-  return runs;
-#else
-  return false;
-#endif
-}
 
 void reduce_encode_blocks(const HostBlocks& format, const ReduceEncode& a) {
   for_pieces(format, a.count,

@@ -12,7 +12,7 @@
 #include "kernels/wire/block.h"
 #include "kernels/wire/block_vectors.h"
 #include "kernels/wire/format.h"
-#include "kernels/wire/topk.h"
+#include "kernels/wire/topk_vectors.h"
 
 namespace gradwire::host {
 
@@ -57,162 +57,8 @@ GW_INLINE void forget_not_finite(const float* x, float* kept, int64_t count) {
   }
 }
 
-// The selection of largest values and the encoding of their positions on the host, for topk.h.
-
-struct SelectingLane {
-  // Narrows the candidates to at most 4 k, or few more than k, by the upper 15 of the keys' 31 bits, then
-  // compares all bits.
-  template <typename Key>
-  GW_INLINE void pick_largest(int n, int k, const Key& key, float* places) const {
-    alignas(64) int16_t upper[kMaxKeys];
-    uint16_t at[kMaxKeys + 32];
-    uint32_t keys[kMaxKeys + kWidth];
-#pragma omp simd
-    for (int i = 0; i < n; ++i) upper[i] = static_cast<int16_t>(key(i) >> 16);
-    // First tries the key that twice as many reach as are wanted in an eighth of the keys.
-    int16_t least = n >= 512 && 16 * k <= n ? reached_by(upper, n / 8, k / 4 + 4) : 0;
-    int all = least > 0 ? reaching(upper, n, least) : 0;
-    if (all < k || all > 4 * k) least = reached_by(upper, n, k);
-    all = places_at_least(upper, n, least, at);
-    for (int j = 0; j < all; ++j) keys[j] = key(at[j]);
-    store(keys + all, U32x8{});
-    const uint32_t last = kth_largest(keys, all, k, least << 16);
-    int equal = k;  // number of keys equal to `last` to select
-#pragma omp simd reduction(- : equal)
-    for (int j = 0; j < all; ++j) equal -= keys[j] > last ? 1 : 0;
-    for (int j = 0, picked = 0; j < all && picked < k; ++j) {
-      const int tie = keys[j] == last && equal > 0 ? 1 : 0;
-      put_place(places, picked, at[j]);  // the next position overwrites the position of a key not selected
-      picked += (keys[j] > last ? 1 : 0) + tie;
-      equal -= tie;
-    }
-  }
-
-  GW_INLINE void put_positions(const Positions& set, const float* places, uint8_t* to) const {
-    const int k = set.k, low = set.low;
-    BitWriter upper{to}, lows{to + set.upper_bytes()};
-    for (int j = 0; j < k; ++j) upper.set((get_place(places, j) >> low) + j);
-    upper.finish(set.upper_bytes());
-    const uint64_t mask = (1u << low) - 1u;
-    for (int j = 0; j < k; ++j) lows.put(static_cast<uint64_t>(get_place(places, j)) & mask, j * low, low);
-    lows.finish(set.low_bytes());
-  }
-
-  template <typename Take>
-  GW_INLINE void each_position(const Positions& set, const uint8_t* from, const Take& take) const {
-    alignas(64) int32_t places[kMaxKeys];
-    const int bytes = set.upper_bytes(), low = set.low;
-    int all = 0;
-    for (int begin = 0; begin < bytes; begin += 8) {
-      uint64_t word = 0;
-      memcpy(&word, from + begin, static_cast<size_t>(bytes - begin < 8 ? bytes - begin : 8));
-      const int here = std::min(set.k - all, std::popcount(word));
-      for (int j = all; j < all + here; ++j, word &= word - 1)
-        places[j] = 8 * begin + std::countr_zero(word) - j;
-      all += here;
-    }
-    // Four bytes from the byte before the low bits are inside the block, and hold them for any shift.
-    const uint8_t* const before = from + bytes - 1;
-    const uint32_t mask = (1u << low) - 1u;
-    for (int j = 0, at = 8; j < all; ++j, at += low) {
-      uint32_t bits;
-      memcpy(&bits, before + (at - 8) / 8, sizeof bits);
-      take(j, places[j] << low | static_cast<int>(bits >> (8 + at % 8) & mask));
-    }
-  }
-
- private:
-  static constexpr int kMaxKeys = 4096;
-
-  // Returns the k-th largest of n keys of 31 bits, which zeros follow. At least k keys reach `known`.
-  GW_INLINE uint32_t kth_largest(const uint32_t* keys, int n, int k, int32_t known) const {
-    I32x8 largest = {};
-    for (int i = 0; i < n; i += kWidth) largest = larger(largest, load<I32x8>(keys + i));
-    const int32_t most = host::largest_of(largest);
-    int32_t least = 0;
-    for (int bit = 30; bit >= 0; --bit) {
-      const int32_t tried = least | 1 << bit;
-      if (tried > most) continue;
-      if (tried <= known) {
-        least = tried;
-        continue;
-      }
-      I32x8 sums = {};
-      for (int i = 0; i < n; i += kWidth) sums -= load<I32x8>(keys + i) >= tried;
-      sums += __builtin_shuffle(sums, I32x8{4, 5, 6, 7, 0, 1, 2, 3});
-      const int reach = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-      if (reach >= k) least = tried;
-      if (reach == k) break;
-    }
-    uint32_t last = 0x7fffffffu;
-#pragma omp simd reduction(min : last)
-    for (int i = 0; i < n; ++i) {
-      const uint32_t key = keys[i] >= static_cast<uint32_t>(least) ? keys[i] : 0x7fffffffu;
-      last = key < last ? key : last;
-    }
-    return last;
-  }
-  // Returns a key that `wanted` or a few more of n keys reach, if there is one.
-  GW_INLINE int16_t reached_by(const int16_t* keys, int n, int wanted) const {
-    int16_t least = 0;
-    for (int bit = 1 << 14; bit > 0; bit /= 2) {
-      const auto tried = static_cast<int16_t>(least | bit);
-      const int reach = reaching(keys, n, tried);
-      if (reach >= wanted) least = tried;
-      if (reach >= wanted && reach <= wanted + wanted / 4) break;
-    }
-    return least;
-  }
-  // Returns the number of keys that are at least `least`; n is a multiple of 64.
-  GW_INLINE int reaching(const int16_t* keys, int n, int16_t least) const {
-    using I16x16 = int16_t __attribute__((vector_size(32)));
-    I16x16 sums[4] = {};
-    for (int i = 0; i < n; i += 64) {
-      for (int part = 0; part < 4; ++part) sums[part] -= load<I16x16>(keys + i + 16 * part) >= least;
-    }
-    alignas(32) int16_t lanes[16];
-    store(lanes, (sums[0] + sums[1]) + (sums[2] + sums[3]));
-    int all = 0;
-    for (const int16_t lane : lanes) all += lane;
-    return all;
-  }
-
-  // Writes ascending bits of a string, a word at a time.
-  struct BitWriter {
-    uint8_t* to;
-    uint64_t word = 0;
-    int begin = 0;  // number of the word's first bit
-    GW_INLINE void set(int bit) {
-      while (bit - begin >= 64) next(0);
-      word |= uint64_t{1} << (bit - begin);
-    }
-    // Writes `bits`, of `n` bits, at bit number `at`.
-    GW_INLINE void put(uint64_t bits, int at, int n) {
-      const int shift = at - begin;  // at most 64
-      if (shift + n <= 64) {
-        word |= bits << shift;
-      } else {
-        word |= shift < 64 ? bits << shift : 0;
-        next(bits >> (64 - shift));
-      }
-    }
-    GW_INLINE void next(uint64_t rest) {
-      memcpy(to + begin / 8, &word, sizeof word);
-      word = rest;
-      begin += 64;
-    }
-    // Ends the string, which has `bytes` bytes.
-    GW_INLINE void finish(int bytes) {
-      for (int left = bytes - begin / 8; left > 0; left -= 8) {
-        memcpy(to + bytes - left, &word, static_cast<size_t>(left < 8 ? left : 8));
-        word = 0;
-      }
-    }
-  };
-};
-
 template <typename V>
-struct OneLane : SelectingLane, RunLane<V> {
+struct OneLane : SelectingLane<V>, RunLane<V> {
   template <typename Body>
   GW_INLINE void each(int n, const Body& body) const {
 #pragma omp simd
@@ -256,23 +102,6 @@ struct OneLane : SelectingLane, RunLane<V> {
 #pragma omp simd reduction(+ : all)
     for (int i = 0; i < n; ++i) all += test(i) ? 1 : 0;
     return all;
-  }
-  // Calls take(k, i) for the values that pass the test. Most formats pick few values, so sixteen values are
-  // tested at a time for any hit.
-  template <typename Test, typename Take>
-  GW_INLINE void pick(int n, const Test& test, const Take& take) const {
-    constexpr int kAtOnce = 16;
-    int k = 0;
-    for (int begin = 0; begin < n; begin += kAtOnce) {
-      const int end = n - begin < kAtOnce ? n : begin + kAtOnce;
-      uint32_t any = 0;
-#pragma omp simd reduction(| : any)
-      for (int i = begin; i < end; ++i) any |= test(i) ? 1u : 0u;
-      if (any == 0) continue;
-      for (int i = begin; i < end; ++i) {
-        if (test(i)) take(k++, i);
-      }
-    }
   }
   template <int kGroup, typename Begin, typename Body>
   GW_INLINE void each_in_groups(int n, const Begin& begin, const Body& body) const {
@@ -334,12 +163,14 @@ struct HostBlocks {
   // format or its rotation.
   void (*encode_with_residual)(const void* coder, const float* values, int64_t count, int64_t first,
                                int64_t last, const uint16_t* random, uint8_t* wire, float* residual);
+  // Computes S of whole blocks from `own` and the residual, encodes it, and leaves the residual before
+  // to_residual(). Null except for top-k. `candidates` are for the next blocks.
+  void (*encode_own)(const void* coder, const ReduceEncode* a, int64_t first, int64_t last,
+                     Candidates* candidates);
   // Decodes into values, which holds whole blocks.
   void (*decode)(const void* coder, const uint8_t* wire, int64_t count, int64_t first, int64_t last,
                  float* values);
 };
-// Returns whether the functions of GW_WIDE run on this processor.
-bool runs_wide();
 void reduce_encode_blocks(const HostBlocks& format, const ReduceEncode& a);
 void decode_blocks(const HostBlocks& format, const Decode& a);
 
@@ -375,6 +206,8 @@ void compiled(Args... args) {
 struct KeepRest {
   const float* values;
   float* residual;
+  // Returns whether the residual already holds the values.
+  GW_INLINE bool in_place() const { return values == residual; }
   template <bool kFinite>
   GW_INLINE void put(int i, float sent) const {
     residual[i] = kFinite ? values[i] - sent : rest_of<false>(values[i], sent);
@@ -519,12 +352,30 @@ struct BlockLoops {
   }
 };
 
+template <typename V>
+GW_INLINE void encode_own(const void* its_coder, const ReduceEncode* its_args, int64_t first, int64_t last,
+                          Candidates* candidates) {
+  const ReduceEncode& a = *its_args;
+  const BlockCoder<TopK> coder = *static_cast<const BlockCoder<TopK>*>(its_coder);
+  OneLane<V> lane;
+  lane.candidates = candidates;
+  alignas(64) float places[TopK::kMaxBlock];
+  const int n = coder.block();
+  for (int64_t block = first; block < last; ++block) {
+    float* const s = a.residual + block * n;
+    lane.add_own(a.own + block * n, a.own_scale, a.residual_scale, n, s);
+    coder.format.encode(lane, s, n, nullptr, coder.place(static_cast<uint8_t*>(a.wire), a.count, block),
+                        places, KeepRest{s, s});
+  }
+}
+
 template <typename F, typename V>
 HostBlocks host_blocks(const BlockCoder<F>& coder) {
   using Loops = BlockLoops<F, V>;
-  HostBlocks blocks{&coder, coder.block(), F::kStochastic, coder.far(), nullptr, nullptr, nullptr};
+  HostBlocks blocks{&coder, coder.block(), F::kStochastic, coder.far(), nullptr, nullptr, nullptr, nullptr};
   blocks.encode = compiled<V, Loops::encode>;
   blocks.decode = compiled<V, Loops::decode>;
+  if constexpr (std::is_same_v<F, TopK>) blocks.encode_own = compiled<V, encode_own<V>>;
   if constexpr (takes_sink<F> || encodes_runs<F> || reports_rotated<F>) {
     if (!coder.rotates() || reports_rotated<F>)
       blocks.encode_with_residual = compiled<V, Loops::encode_with_residual>;

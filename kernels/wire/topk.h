@@ -58,7 +58,7 @@ GW_HD int get_place(const float* places, int j) {
   return static_cast<int>(float_bits(places[j]));
 }
 
-// The keys of values: their magnitudes, in order also as integers.
+// The keys of values, of 31 bits: their magnitudes, which have the same order as integers.
 struct Magnitudes {
   const float* values;
   GW_HD uint32_t operator()(int i) const { return float_bits(values[i]) & 0x7fffffffu; }
@@ -192,7 +192,9 @@ struct TopK {
     uint8_t* const codes = to + positions().bytes();
     put_values(lanes, values, places, codes);
     if constexpr (!std::is_same_v<Sink, NoSink>) {
-      lanes.each(of, [=](int i) GW_HD_LAMBDA { sink.template put<false>(i, 0.0f); });
+      // If a value that is sent is finite, all values that are not sent are finite.
+      if (!sink.in_place() || !is_finite(values[get_place(places, 0)]))
+        lanes.each(of, [=](int i) GW_HD_LAMBDA { sink.template put<false>(i, 0.0f); });
       with_values(codes, [=, all = k](const auto& value) GW_HD_LAMBDA {
         for (int j = 0; j < all; ++j) sink.template put<false>(get_place(places, j), value(j));
       });

@@ -49,6 +49,33 @@ TEST_P(TopKWire, SendsTheLargestValuesForAnyNumberOfThem) {
   }
 }
 
+// The host takes a bound for a block's largest values from the block before.
+TEST_P(TopKWire, BlocksOfDifferentKindsAgreeWithTheReference) {
+  const int of = 512;
+  std::vector<float> own = normal(16 * of, 3), residual = normal(16 * of, 4);
+  for (int i = 0; i < 16 * of; ++i) {
+    const int kind = i / of % 8;
+    const float scale = kind == 1 ? 1e30f : kind == 3 ? 1e-30f : kind == 5 ? 0.0f : 1.0f;
+    own[i] *= scale, residual[i] *= scale;
+    if (kind == 2) own[i] = std::round(own[i]), residual[i] = 0;
+    if (kind == 4 && i % of >= 40) own[i] = residual[i] = 0;
+    if (kind == 6 && i % 3 == 0) own[i] = i % 2 == 0 ? kInf : kNan;
+    if (kind == 7) own[i] = i % 2 == 0 ? kInf : -kInf;
+  }
+  for (const char* values : {"fp32", "bf16", "int8", "int2"}) {
+    for (const int k : {1, 8, 100, of}) {
+      SCOPED_TRACE(fmt::format("k={},values={}", k, values));
+      const Wire format = topk(k, of, values);
+      for (const float scale : {1.0f, 0.25f}) {
+        const WireProblem p{.own = own, .residual = residual, .own_scale = scale, .out = false};
+        const WireResult got = run(format, p), want = reference_result(format, p);
+        EXPECT_EQ(got.wire, want.wire);
+        expect_same_bits(got.residual, want.residual, "residual");
+      }
+    }
+  }
+}
+
 TEST_P(TopKWire, PositionsOfTheDefaultTakeEightBits) {
   EXPECT_EQ(topk(64, 4096, "bf16")->bytes(4096), 64 + 128);
   EXPECT_EQ(topk(64, 4096, "int2")->bytes(4096), 64 + 16 + 8);
