@@ -10,7 +10,7 @@
 #   scripts/gpu_check.sh --smoke                    every step without a GPU, in build/smoke: benches and
 #                                                   training with tiny sizes, and the names of the GPU's tests
 #   GPU_CHECK_ONLY=REGEX scripts/gpu_check.sh       only steps whose name matches, e.g. 'bench-training'
-#   GPU_CHECK_PYTHON=PATH scripts/gpu_check.sh      a Python with torch; default: the first python3 with it
+#   PYTHON=PATH scripts/gpu_check.sh                a Python with torch; default: the first python3 with it
 #
 # Writes each result at once to FOLDER, by default a folder of docs/results named after the date and the GPU:
 # README.md (rewritten after each step), steps.tsv, log.txt, the benches' JSON, and NAME.log of each step that
@@ -51,7 +51,7 @@ root=$PWD/build
 [ -x build/bin/gradwire ] || root=$PWD/build/bundle
 bin=$root/bin
 python='' torch=''
-for candidate in "${GPU_CHECK_PYTHON:-}" "$(command -v python3)" /usr/bin/python3; do
+for candidate in "${PYTHON:-}" "$(command -v python3)" /usr/bin/python3; do
   [ -n "$candidate" ] && [ -z "$list" ] || continue
   [ -n "$python" ] || python=$candidate
   torch=$("$candidate" -c 'import torch; print("torch", torch.__version__, "cuda", torch.version.cuda)' \
@@ -112,7 +112,7 @@ describe_machine() {
   echo "date: $(date -u +%FT%TZ)"
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem --format=csv
   nvcc --version 2> /dev/null | tail -2
-  echo "${torch:-torch: none (${python:-no python3}); GPU_CHECK_PYTHON names another}"
+  echo "${torch:-torch: none (${python:-no python3}); PYTHON names another}"
   uname -r
 }
 
@@ -277,15 +277,15 @@ part_first() {
 
 vit=("$bin/gradwire" train --model vit_l_32 --data synthetic --device cuda --batch-size 32 --optimizer sgd
   --lr 0.01 --momentum 0 --eval-every 0 --precision bf16)
-train_step() { # NAME FLAGS...: $tuning names the file of GRADWIRE_TUNING
-  step "$1" 10 env ${tuning:+"GRADWIRE_TUNING=$tuning"} "${vit[@]}" --log "$out/$1.jsonl" --steps 60 "${@:2}"
+train_step() { # NAME FLAGS...: $with is a variable of the environment
+  step "$1" 10 env ${with:+"$with"} "${vit[@]}" --log "$out/$1.jsonl" --steps 60 "${@:2}"
 }
 # Whether a file exists. In a smoke run the step's command runs without it.
 has() { [ -n "$smoke" ] || [ -e "$1" ]; }
 
 # Timings, alone; the least important steps, which come last, only while the part is not late.
 part_next() {
-  local tuning='' filters kernel
+  local with='' filters kernel i
   step doctor 10 "$bin/gradwire" doctor
   step tests-kernels-changed 75 bash -c "suite kernels 14"
   if needs trace "this build has no libgraph_trace.so" has "$root/lib/libgraph_trace.so"; then
@@ -297,22 +297,25 @@ part_next() {
   needs bench-captured "no PyTorch for ${python:-python3}" has_torch &&
     step bench-captured 180 "$python" bench/experiments/run.py gpu_training --captured --precision bf16 \
       --steps 50 --deadline-s 30 --gradwire "$bin/gradwire" --json "$out/captured.json"
-  tuning=$out/tuning.log
+  with=GRADWIRE_TUNING=$out/tuning.log
   train_step tune  # outside graphs, where products are timed
-  train_step tuned-1 --graph
-  train_step tuned-2 --graph
-  tuning=
+  train_step tuned --graph
+  for i in 1 2; do
+    with='' train_step "ordered-$i" --graph
+    with=GRADWIRE_EARLY_LAUNCH=1 train_step "early-$i" --graph
+  done
+  with=
   train_step gelu-tanh --graph --gelu tanh
   train_step gradient-group-1 --graph --gradient-group 1
-  needs overlap "this build has no bin/overlap" has "$bin/overlap" && step overlap 25 "$bin/overlap"
+  needs overlap "this build has no bin/overlap" has "$bin/overlap" && step overlap 20 "$bin/overlap"
   filters=(fp8 int8 int4 eden topk attention layer_norm tokens patchify cross_entropy powersgd)
   early bench-kernels-changed 330 &&
-    step bench-kernels-changed 45 "$bin/gradwire-bench" kernels --device cuda --cache cold --min-size 1G \
+    step bench-kernels-changed 40 "$bin/gradwire-bench" kernels --device cuda --cache cold --min-size 1G \
       --max-size 1G --stop 20ms --json "$out/kernels-changed.json" "${filters[@]/#/--filter=}"
   early bench-hook-changed 370 &&
-    step bench-hook-changed 25 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda \
+    step bench-hook-changed 20 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda \
       --compression powersgd:rank=32 --compression fp8 --stop 6 --json "$out/hook-changed.json"
-  for kernel in attention_backward_kernel attention_kernel layer_norm_backward_slice_kernel; do
+  for kernel in attention_backward_kernel layer_norm_backward_slice_kernel; do
     if [ -n "$smoke" ]; then
       step "ncu-$kernel" 15 grep -m 1 "$kernel" docs/gpu.md
     else
@@ -334,6 +337,7 @@ part_unseen() {
   needs wheel "no PyTorch for ${python:-python3}" has_torch &&
     needs wheel "neither the bundle nor dist has a wheel (make wheel)" test -n "$archive" &&
     together wheel 110 bash -c "wheel '$archive' $([ -n "$smoke" ] && echo cpu || echo cuda)"
+  together tests-early 110 env GRADWIRE_EARLY_LAUNCH=1 bash -c "suite trainer 4"
   needs nccl-newer "no lib/newer/libnccl.so.2 in $root" has "$root/lib/newer/libnccl.so.2" &&
     together nccl-newer 110 env GRADWIRE_NCCL_LIBRARY="$root/lib/newer/libnccl.so.2" \
       bash -c "suite processes 4 'NcclGpu*'"

@@ -3,8 +3,7 @@
 // A stand-in for ViT-L/32's backward, 24 layers of eight BF16 products of 1600 rows, and for compression of
 // each layer's 12.8 M gradients: residual in and out, FP8 codes, FP32 out, 17 bytes a value. Compression of a
 // layer begins when the layer's products are done, on a stream of high priority. Then the products without
-// compression: with rows for whole tiles (1664), with the gradients of weights on a second stream, and with a
-// small kernel after each product, launched when the product ends or before (programmatic dependent launch).
+// compression: with rows for whole tiles (1664), and with the gradients of weights on a second stream.
 // Each way is one CUDA graph per step and prints one line. Without a GPU exits with 77.
 #include <cublas_v2.h>
 #include <cuda.h>
@@ -31,6 +30,7 @@ constexpr size_t kFillingBytes = size_t{200} << 10;
 // the codes. Four independent accesses per thread.
 __global__ void __launch_bounds__(kFillingThreads)
     compress_kernel(float4* gradient, float4* residual, uint32_t* codes, int64_t count) {
+  wait_for_earlier_kernels();
   constexpr int kAtOnce = 4;
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += kAtOnce * step) {
@@ -52,19 +52,10 @@ __global__ void __launch_bounds__(kFillingThreads)
   }
 }
 
-// Passes over a product's result, as layer norm or GELU do. A programmatic launch starts this kernel while
-// the product before it still runs, so that only what precedes the wait overlaps.
-__global__ void __launch_bounds__(256) pass_kernel(const uint4* in, uint4* out, int64_t count) {
-  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-  if (i < count) out[i] = in[i];
-}
-
 // Fills memory with values between 0.5 and 1 of either sign, as FP32 and as BF16. Constants would draw less
 // power, which raises the clock.
 __global__ void fill_kernel(uint32_t* words, int64_t count) {
+  wait_for_earlier_kernels();
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * blockDim.x)
     words[i] = ((static_cast<uint32_t>(i) * 2654435761u ^ static_cast<uint32_t>(i >> 7)) & 0x807f807fu) |
@@ -103,8 +94,6 @@ struct Way {
   int gemm_sms = 0;  // that cuBLAS may count on; 0: all
   int rows = kRows;
   cudaStream_t weights = nullptr;  // if not null, the stream of the products for the gradients of weights
-  bool passes = false;             // after products
-  unsigned early = 0;              // 1: launches passes before the product ends
 };
 
 // A number of multiprocessors with a stream of their own (a green context); none where the driver lacks them.
@@ -192,8 +181,7 @@ class Backward {
   }
 
   // The products of a layer's backward: the gradients of the inputs and of the weights of the MLP's two
-  // products, the attention's output and its queries, keys and values. Then a pass over each gradient of
-  // inputs.
+  // products, the attention's output and its queries, keys and values.
   void multiply_layer(const Way& way) {
     const bool separate = way.weights != nullptr;
     const auto multiply = [&](bool of_weights, int m, int n, int k) {
@@ -206,24 +194,9 @@ class Backward {
                                    other ? codes_ : operands_ + kOperand, CUDA_R_16BF, n, CUBLAS_COMPUTE_32F,
                                    CUBLAS_GEMM_DEFAULT));
     };
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.blockDim = dim3(256);
-    config.stream = way.gemms;
-    config.attrs = &early;
-    config.numAttrs = way.early;
     for (const auto& [in, out] : {std::pair(4, 1), {1, 4}, {1, 1}, {1, 3}}) {
       if (separate) wait_for(way.weights, way.gemms);
       multiply(false, way.rows, in * kWidth, out * kWidth);
-      if (way.passes) {
-        const int64_t count = int64_t{way.rows} * in * kWidth / 8;
-        config.gridDim = dim3(static_cast<unsigned>((count + 255) / 256));
-        GW_CUDA_CHECK(cudaLaunchKernelEx(&config, pass_kernel,
-                                         reinterpret_cast<const uint4*>(operands_ + kOperand),
-                                         reinterpret_cast<uint4*>(codes_), count));
-      }
       multiply(true, in * kWidth, out * kWidth, way.rows);
     }
   }
@@ -277,9 +250,7 @@ void run() {
   }
   const Way alone[] = {{.name = "products", .gemms = gemms},
                        {.name = "of 1664 rows", .gemms = gemms, .rows = 1664},
-                       {.name = "weights on a second stream", .gemms = gemms, .weights = stream_of(least)},
-                       {.name = "with passes", .gemms = gemms, .passes = true},
-                       {.name = "with passes launched early", .gemms = gemms, .passes = true, .early = 1}};
+                       {.name = "weights on a second stream", .gemms = gemms, .weights = stream_of(least)}};
   for (int i = 0; i < 2; ++i) {  // twice, because the ways are close
     for (const Way& way : alone) std::printf("%-32s %.3f ms\n", way.name, backward.measure(way, true, false));
   }

@@ -305,6 +305,7 @@ constexpr int element_width() {
 template <typename Op>
 __global__ void __launch_bounds__(kVectorThreads)
     elements_kernel(const __grid_constant__ Op op, const __grid_constant__ VectorSplit split) {
+  wait_for_earlier_kernels();
   op.each(VectorLoop<element_width<Op>()>{split});
 }
 
@@ -405,6 +406,7 @@ inline dim3 column_block(int64_t accesses_per_row) {
 
 template <int W, typename Op>
 __global__ void __launch_bounds__(256) for_columns_kernel(Op op, int64_t rows, int64_t width) {
+  wait_for_earlier_kernels();
   const int64_t c = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * W;
   if (c >= width) return;
   const auto column = op.template column<W>(c);
@@ -445,6 +447,7 @@ template <int W, typename Op>
 __global__ void __launch_bounds__(256)
     column_partials_kernel(Op op, int64_t rows, int64_t width, int64_t rows_per_chunk, float* partial,
                            int64_t pitch) {
+  wait_for_earlier_kernels();
   __shared__ __align__(16) float shared[256 * W];
   const int64_t c = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * W;
   const int64_t begin = static_cast<int64_t>(blockIdx.y) * rows_per_chunk;

@@ -61,6 +61,7 @@ __device__ __forceinline__ void add_squares(const float* x, int count, double (&
 }
 
 __global__ void __launch_bounds__(kVectorThreads) clip_squares_kernel(const __grid_constant__ ClipNorm a) {
+  wait_for_earlier_kernels();
   __shared__ double shared[kClipFold];
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kClipChunk;
   const int64_t rest = a.count - begin;
@@ -77,6 +78,7 @@ __global__ void __launch_bounds__(kVectorThreads) clip_squares_kernel(const __gr
 
 __global__ void __launch_bounds__(kVectorThreads)
     clip_scale_kernel(const __grid_constant__ ClipNorm a, const __grid_constant__ VectorSplit split) {
+  wait_for_earlier_kernels();
   __shared__ double shared[kClipFold];
   double lane = 0.0;
   for (int64_t c = threadIdx.x; c < clip_chunks(a.count); c += kClipFold) lane += a.chunks[c];

@@ -131,6 +131,7 @@ __device__ __forceinline__ void back_project_panel(const BackProjectArgs& a, con
 template <int kRank, bool kForms>
 __global__ void __launch_bounds__(kThreads, 2)
     back_project_kernel(const __grid_constant__ BackProjectArgs a) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(float, shared);
   int block = static_cast<int>(blockIdx.x);
   __shared__ int found[1];
@@ -259,6 +260,7 @@ __device__ __forceinline__ void back_project_wide_panel(WidePanel panel, float* 
 
 __global__ void __launch_bounds__(kThreads, 2)
     back_project_wide_kernel(const __grid_constant__ BackProjectArgs a, int parts_of_rank) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(float, shared);
   __shared__ int found[1];
   const int block = static_cast<int>(blockIdx.x) / parts_of_rank;

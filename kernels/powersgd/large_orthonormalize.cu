@@ -48,6 +48,7 @@ __device__ __forceinline__ void stage_columns(const TallMatrix& m, int column, b
 
 // A block computes a tile. Each quarter of the tile is the sum of two warps, which take turns of 16 rows.
 __global__ void __launch_bounds__(kThreads, 2) gram_kernel(const __grid_constant__ OrthonormalizeArgs a) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(float, staged);  // [stage][side][row][column], later the second warp's sums
   const int matrix = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
   const MatrixDescriptor d = a.matrices.descriptors[matrix];
@@ -133,6 +134,7 @@ __device__ __forceinline__ double factor_tile(const LargeScratch& s, int rank, i
 }
 
 __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant__ OrthonormalizeArgs a) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(double, shared);
   __shared__ int infinite[1];  // later: whether a column was drawn
   const int matrix = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
@@ -227,6 +229,7 @@ __device__ __forceinline__ void stage_ordered_rows(const OrthonormalizeArgs& a, 
 }
 
 __global__ void __launch_bounds__(kThreads, 2) rows_kernel(const __grid_constant__ OrthonormalizeArgs a) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(float, rows);
   const MatrixDescriptor d = a.matrices.descriptors[blockIdx.y];
   const TallMatrix m = matrix_of(a, d);

@@ -174,6 +174,7 @@ __device__ __forceinline__ void apply(const OrthonormalizeArgs& a, const MatrixD
 
 __global__ void __launch_bounds__(kThreads)
     orthonormalize_kernel(const __grid_constant__ OrthonormalizeArgs a) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(double, shared);
   __shared__ int infinite[1];  // later: whether a column was drawn
   __shared__ double smallest[1];
@@ -230,6 +231,7 @@ constexpr int kGroups = 8;
 __global__ void __launch_bounds__(kColumns* kGroups)
     normalize_columns_kernel(const MatrixDescriptor* matrices, float* q_array, float* basis_array,
                              const int32_t* flags, bool orthonormal) {
+  wait_for_earlier_kernels();
   __shared__ double squares[kGroups * kColumns];
   if (flags[blockIdx.y] != 0) return;
   const MatrixDescriptor d = matrices[blockIdx.y];

@@ -13,6 +13,7 @@ constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads)
     pack_kernel(const Segment* __restrict__ table, int first, float* scattered, float* packed, bool unpack) {
+  wait_for_earlier_kernels();
   const Segment s = table[first + blockIdx.y];
   const int64_t start = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t stride = int64_t{gridDim.x} * kThreads;
@@ -34,6 +35,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     overwrite_kernel(const MatrixDescriptor* matrices, const int32_t* marks, float* p, float* q,
                      float value) {
+  wait_for_earlier_kernels();
   if (marks[blockIdx.x] == 0) return;
   const MatrixDescriptor d = matrices[blockIdx.x];
   float* factor = p != nullptr ? p + d.p_offset : q + d.q_offset;

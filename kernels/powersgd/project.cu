@@ -157,6 +157,7 @@ __device__ __forceinline__ bool vector_rows(const ProjectArgs& a, const MatrixDe
 
 template <int kRank>
 __global__ void __launch_bounds__(kThreads, 2) project_kernel(const __grid_constant__ ProjectArgs a) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(float, shared);
   __shared__ int found[1];
   const int tile = static_cast<int>(blockIdx.x);
@@ -343,6 +344,7 @@ __device__ __forceinline__ void project_wide_rows(const ProjectArgs& a, const Ma
 
 template <bool kForms>
 __global__ void __launch_bounds__(kThreads, 2) project_wide_kernel(const __grid_constant__ ProjectArgs a) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(float, shared);
   __shared__ int found[1];
   float* const sums = shared + 2 * kFactorFloats + kWideRowTileRows * kPitch;  // in place of M

@@ -143,6 +143,7 @@ __device__ __forceinline__ void reconstruct_tile(const ReconstructArgs& a, const
 
 template <Mode kMode>
 __global__ void __launch_bounds__(kThreads, 2) reconstruct_kernel(const __grid_constant__ ReconstructArgs a) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(float, shared);
   int block = a.first_block + static_cast<int>(blockIdx.x);
   __shared__ int found[1];

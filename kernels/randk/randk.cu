@@ -42,6 +42,7 @@ __device__ __forceinline__ RandKDraw draw_of(const GatherArgs& a, const RandKTen
 }
 
 __global__ void __launch_bounds__(kVectorThreads) randk_take_kernel(const __grid_constant__ GatherArgs a) {
+  wait_for_earlier_kernels();
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t value = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; value < a.value_count;
        value += stride) {
@@ -77,6 +78,7 @@ __device__ void show_non_finite(const GatherArgs& a, int64_t at) {
 
 __global__ void __launch_bounds__(kVectorThreads)
     randk_keep_kernel(const __grid_constant__ GatherArgs a, const __grid_constant__ VectorSplit split) {
+  wait_for_earlier_kernels();
   for_each_vector<kWidth>(split, [&](auto width, int64_t i) {
     constexpr int W = decltype(width)::value;
     float g[W], e[W], zero[W];
@@ -98,6 +100,7 @@ __global__ void __launch_bounds__(kVectorThreads)
 
 __global__ void __launch_bounds__(kVectorThreads)
     randk_scatter_kernel(const __grid_constant__ RandKScatter a) {
+  wait_for_earlier_kernels();
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t j = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; j < a.count; j += stride) {
     const int64_t at = a.chosen[j];

@@ -41,6 +41,7 @@ __device__ __forceinline__ void scale_row(float factor, int r, Values (&tiles)[k
 template <int kDim, typename S>
 __global__ void __launch_bounds__(kAttentionThreads)
     attention_kernel(Attention<S> a, float scale, bool aligned) {
+  wait_for_earlier_kernels();
   constexpr int kP = kPitch<S, kDim>;
   GW_DYNAMIC_SHARED(float, memory);
   const Head head = head_of(a, aligned);
@@ -196,6 +197,7 @@ struct BackwardHead {
 template <int kDim, typename S>
 __global__ void __launch_bounds__(kAttentionThreads, sizeof(S) == 2 ? 2 : 1)
     attention_backward_kernel(AttentionBackward<S> a, float scale, bool aligned) {
+  wait_for_earlier_kernels();
   constexpr int kP = kPitch<S, kDim>;
   GW_DYNAMIC_SHARED(float, memory);
   const Head head = head_of(a, aligned);

@@ -176,6 +176,7 @@ __device__ __forceinline__ float exponential(float score, float greatest) {
 
 template <int kTiles>
 __global__ void __launch_bounds__(32 * kTiles) short_attention_kernel(Attention<Bf16> a) {
+  wait_for_earlier_kernels();
   constexpr int kQ = 0, kK = 1, kV = 2;
   GW_DYNAMIC_SHARED(float, memory);
   const ShortHead<kTiles> head(a, memory);
@@ -284,6 +285,7 @@ __device__ __forceinline__ void store_partial_sums(const AttentionBackward<Bf16>
 template <int kTiles>
 __global__ void __launch_bounds__(32 * kTiles, 16 / kTiles)
     short_attention_backward_kernel(AttentionBackward<Bf16> a) {
+  wait_for_earlier_kernels();
   constexpr int kQ = 0, kK = 1, kV = 2, kDOut = 3, kOut = 4, kWeights = kOut, kDScores = 5;
   GW_DYNAMIC_SHARED(float, memory);
   const ShortHead<kTiles> head(a, memory);

@@ -114,6 +114,7 @@ __device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, uint3
 
 template <int V, typename S>
 __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy<S> a) {
+  wait_for_earlier_kernels();
   const uint32_t row = blockIdx.x * kRowsPerBlock + threadIdx.x / 32;
   if (row >= a.rows) return;  // returns in the whole warp
   cross_entropy_of<V, false>(a, row, [&](float loss, float right) {
@@ -145,6 +146,7 @@ __device__ __forceinline__ void add_to_totals(double loss, double right, bool ac
 template <int V, typename S>
 __global__ void __launch_bounds__(32 * CrossEntropy<S>::kOneBlock, 1)
     cross_entropy_block_kernel(CrossEntropy<S> a) {
+  wait_for_earlier_kernels();
   const uint32_t row = threadIdx.x / 32;
   float loss = 0.0f, right = 0.0f;
   if (row < a.rows) {
@@ -156,6 +158,7 @@ __global__ void __launch_bounds__(32 * CrossEntropy<S>::kOneBlock, 1)
 
 __global__ void __launch_bounds__(kThreads)
     add_losses_kernel(const float* losses, int64_t rows, bool accumulate, double* totals) {
+  wait_for_earlier_kernels();
   double loss = 0.0, right = 0.0;
 #pragma unroll 4
   for (int64_t row = threadIdx.x; row < rows; row += kThreads) {

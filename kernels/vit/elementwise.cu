@@ -84,6 +84,7 @@ __device__ __forceinline__ float sum_of_lane(const T* column, int64_t count, int
 // Adds partial sums. Each sum has a row of blocks (y), each block 32 columns by 8 lanes. Lane y adds partial
 // rows y, y + 8, ...; then the 8 lanes are added in order.
 __global__ void __launch_bounds__(256) combine_partial_sums_kernel(const __grid_constant__ CombineSums a) {
+  wait_for_earlier_kernels();
   __shared__ float shared[8][32];
   constexpr unsigned kSums = std::tuple_size_v<decltype(PartialSums::sums)>;
   const PartialSums& of = a.of[blockIdx.y / kSums];
@@ -338,6 +339,7 @@ __device__ __forceinline__ void put(float* to, const float (&x)[W], bool accumul
 template <int W, typename S>
 __global__ void __launch_bounds__(kSliceX* kSliceY)
     assemble_tokens_backward_kernel(AssembleTokensBackward<S> a) {
+  wait_for_earlier_kernels();
   __shared__ __align__(16) float shared[kSliceY * kSliceX * W];
   const int64_t c = (static_cast<int64_t>(blockIdx.y) * kSliceX + threadIdx.x) * W, t = blockIdx.x;
   const bool live = c < a.width;

@@ -64,6 +64,7 @@ __device__ __forceinline__ void join_branch(const LayerNorm<S>& a, int64_t row, 
 
 template <int G, int Items, int V, bool kFits, typename S>
 __global__ void __launch_bounds__(kSliceThreads) layer_norm_slice_kernel(LayerNorm<S> a) {
+  wait_for_earlier_kernels();
   using Slice = RowSlice<G, Items, V>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * Slice::kRowsPerBlock + Slice::group();
   const bool live = row < a.rows;
@@ -285,6 +286,7 @@ template <typename S>
 __global__ void __launch_bounds__(kRowThreads, 1)
     layer_norm_backward_slice_kernel(const __grid_constant__ LayerNormBackward<S> a, int64_t rows_per_chunk,
                                      int rows_per_stage) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(unsigned char, memory);
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * rows_per_chunk;
   const int64_t end = begin + rows_per_chunk < a.rows ? begin + rows_per_chunk : a.rows;
@@ -302,6 +304,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 
 template <typename S>
 __global__ void __launch_bounds__(kRowThreads) layer_norm_backward_kernel(LayerNormBackward<S> a) {
+  wait_for_earlier_kernels();
   __shared__ float shared[32];
   const int64_t row = blockIdx.x;
   const float* x = a.x + row * a.x_stride;
@@ -344,6 +347,7 @@ struct RowTerms {
 
 template <int G, int Items, int V, bool kFits, typename S>
 __global__ void __launch_bounds__(kSliceThreads) softmax_slice_kernel(Softmax<S> a) {
+  wait_for_earlier_kernels();
   using Slice = RowSlice<G, Items, V>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * Slice::kRowsPerBlock + Slice::group();
   const bool live = row < a.rows;
@@ -383,6 +387,7 @@ __global__ void __launch_bounds__(kSliceThreads) softmax_slice_kernel(Softmax<S>
 
 template <int G, int Items, int V, bool kFits, typename S>
 __global__ void __launch_bounds__(kSliceThreads) softmax_backward_slice_kernel(SoftmaxBackward<S> a) {
+  wait_for_earlier_kernels();
   using Slice = RowSlice<G, Items, V>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * Slice::kRowsPerBlock + Slice::group();
   const bool live = row < a.rows;

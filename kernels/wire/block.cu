@@ -13,6 +13,7 @@ __global__ void __launch_bounds__(kBlockThreads, F::kStochastic ? 4 : 3)
     block_reduce_encode_kernel(const __grid_constant__ BlockCoder<F> coder,
                                const __grid_constant__ TileShape shape,
                                const __grid_constant__ ReduceEncode a, bool wide) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(unsigned char, shared);
   Worker<F> w(coder, shape, a.count, wide, shared);
   reduce_encode_tiles(w, a);
@@ -22,6 +23,7 @@ template <typename F>
 __global__ void __launch_bounds__(kBlockThreads, 3)
     block_decode_kernel(const __grid_constant__ BlockCoder<F> coder, const __grid_constant__ TileShape shape,
                         const __grid_constant__ Decode a, bool wide) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(unsigned char, shared);
   Worker<F> w(coder, shape, a.count, wide, shared);
   decode_tiles(w, a);
@@ -32,6 +34,7 @@ template <typename F>
 __global__ void __launch_bounds__(kBlockThreads, RegisterWorker<F>::kMinBlocks)
     register_reduce_encode_kernel(const __grid_constant__ BlockCoder<F> coder, TileShape,
                                   const __grid_constant__ ReduceEncode a, bool wide) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(unsigned char, shared);
   RegisterWorker<F> w(coder, a.count, wide, shared);
   reduce_encode_tiles(w, a);
@@ -41,6 +44,7 @@ template <typename F>
 __global__ void __launch_bounds__(kBlockThreads, 4)
     register_decode_kernel(const __grid_constant__ BlockCoder<F> coder, TileShape,
                            const __grid_constant__ Decode a, bool wide) {
+  wait_for_earlier_kernels();
   GW_DYNAMIC_SHARED(unsigned char, shared);
   RegisterWorker<F> w(coder, a.count, wide, shared);
   decode_tiles(w, a);

@@ -15,6 +15,7 @@ constexpr int kFp32Width = 4;
 
 __global__ void __launch_bounds__(kVectorThreads)
     fp32_reduce_kernel(const __grid_constant__ Reduce a, const __grid_constant__ VectorSplit split) {
+  wait_for_earlier_kernels();
   for_each_vector<kFp32Width>(split, [&](auto width, int64_t i) {
     constexpr int W = decltype(width)::value;
     float own[W], s[W];
@@ -131,6 +132,7 @@ template <Coding kCoding, bool kSum>
 __global__ void __launch_bounds__(kVectorThreads, kSum ? 4 : 1)
     bf16_reduce_encode_kernel(const __grid_constant__ ReduceEncode a,
                               const __grid_constant__ VectorSplit split) {
+  wait_for_earlier_kernels();
   const uint64_t step = step_of(a.rounding);
   for_each_vector<kWidth>(split, [&](auto width, int64_t i) {
     constexpr int W = decltype(width)::value;
@@ -148,6 +150,7 @@ __global__ void __launch_bounds__(kVectorThreads, kSum ? 4 : 1)
 
 __global__ void __launch_bounds__(kVectorThreads)
     bf16_decode_kernel(const __grid_constant__ Decode a, const __grid_constant__ VectorSplit split) {
+  wait_for_earlier_kernels();
   for_each_vector<kWidth>(split, [&](auto width, int64_t i) {
     constexpr int W = decltype(width)::value;
     float out[W];

@@ -14,6 +14,7 @@
 #include "runtime/device/device_impl.h"
 #include "runtime/device/nvtx.h"
 #include "runtime/threads/thread.h"
+#include "runtime/util/environment.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -158,6 +159,19 @@ int multiprocessors() {
 
 size_t max_shared_bytes() {
   return static_cast<size_t>(attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+}
+
+bool launches_early(const void* kernel) {
+  static const bool wanted = environment_flag("GRADWIRE_EARLY_LAUNCH");
+  if (!wanted || attribute_of_device(cudaDevAttrComputeCapabilityMajor) < 9) return false;
+  // The code may have been compiled for an older GPU, where kernels do not wait. All kernels are compiled for
+  // the same GPUs.
+  static const bool waits = [&] {
+    cudaFuncAttributes attributes;
+    GW_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+    return attributes.ptxVersion >= 90;
+  }();
+  return waits;
 }
 
 void allow_dynamic_shared(const char* name, const void* kernel, size_t bytes) {

@@ -5,6 +5,7 @@
 // for tests/standin, which runs kernels in the order of streams. Only this file depends on the target, so
 // kernels obey a few rules:
 //   - launched through gradwire::cuda::launch(), never with triple chevrons;
+//   - its first statement is wait_for_earlier_kernels();
 //   - dynamic shared memory is declared with GW_DYNAMIC_SHARED(type, name);
 //   - static shared memory is declared as `__shared__ T name[N];` with T trivially constructible;
 //   - warp primitives are the _sync ones;
@@ -32,6 +33,18 @@
 
 namespace gradwire::cuda {
 
+// Waits until the kernels before this one on the stream have ended, and what they wrote is visible. A launch
+// with GRADWIRE_EARLY_LAUNCH=1 starts a kernel earlier, so that its blocks are ready when the wait ends.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Returns whether launches of `kernel` may start early: GRADWIRE_EARLY_LAUNCH is 1, and the kernel's code for
+// the current device waits.
+bool launches_early(const void* kernel);
+
 struct LaunchConfig {
   dim3 grid{1};
   dim3 block{256};
@@ -56,10 +69,12 @@ void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& con
   simt::launch<Params...>(name, kernel, config.grid, config.block, config.shared_bytes, config.stream,
                           {static_cast<Params>(args)...});
 #else
-  // clang-format off
-  kernel<<<config.grid, config.block, config.shared_bytes, config.stream>>>(static_cast<Params>(args)...);
-  // clang-format on
-  check(cudaGetLastError(), name);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t launched{config.grid, config.block, config.shared_bytes, config.stream, &early, 0};
+  if (launches_early(reinterpret_cast<const void*>(kernel))) launched.numAttrs = 1;
+  check(cudaLaunchKernelEx(&launched, kernel, static_cast<Params>(args)...), name);
 #endif
 }
 

@@ -9,11 +9,13 @@ struct Payload {
 };
 
 __global__ void store_kernel(unsigned char* dst, const __grid_constant__ Payload payload, int bytes) {
+  wait_for_earlier_kernels();
   int i = static_cast<int>(threadIdx.x);
   if (i < bytes) dst[i] = payload.bytes[i];
 }
 
 __global__ void increment_kernel(uint64_t* counter) {
+  wait_for_earlier_kernels();
   ++*counter;
 }
 

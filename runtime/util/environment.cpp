@@ -52,6 +52,8 @@ constexpr EnvironmentVariable kOwn[] = {
     {"GRADWIRE_TUNING", "cuBLASLt's choices",
      "File with algorithms of products on CUDA: missing algorithms are timed at first use, and added "
      "(docs/gpu.md). Runs with different files differ in their last bits"},
+    {"GRADWIRE_EARLY_LAUNCH", "0",
+     "1: on an H100 and newer GPUs, kernels start while the kernels before them end (docs/gpu.md)"},
     {"GRADWIRE_NCCL_LIBRARY", "libnccl.so.2",
      "The NCCL library to load, where the default name is not found"},
     {"GRADWIRE_PYTHON", "/usr/bin/python3, or else the first python3 on PATH",

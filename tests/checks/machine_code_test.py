@@ -92,6 +92,12 @@ class MachineCodeTest(unittest.TestCase):
             function("LDL R4, [R1]", "STL [R1+0x4], R4", "CALL.REL.NOINC 0x40", "EXIT"))
         self.assertEqual((measured["local"], measured["hot"]["calls"]), (2, 1))
 
+    def test_a_kernel_waits_before_it_branches_or_accesses_global_memory(self):
+        load, wait, leave = "LDG.E R4, desc[UR4][R2.64]", "ACQBULK", "EXIT"
+        for code, waits in (((wait, load, leave), True), ((load, wait, leave), False), ((leave, wait), False),
+                            (("@P0 ACQBULK", load), False), ((load, leave), False)):
+            self.assertEqual(machine_code.measure(function(*code))["waits"], waits, code)
+
     def test_predicated_instructions_are_read(self):
         code = function("@!P0 LDG.E.U16 R8, desc[UR4][R2.64]", "@UP1 UMOV UR4, 0x1", "EXIT").code
         self.assertEqual([i.predicate for i in code], ["!P0", "UP1", None])

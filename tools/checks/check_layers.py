@@ -4,7 +4,7 @@
 Top folders include in one direction: trainer -> collectives -> kernels -> runtime. Their subfolders, and
 the folders of bench and the integrations, must not form cycles. `check_layers.py --print` shows their order:
 each folder can be read and tested after the folders that it includes. bench's Python counts also; its modules
-must not form cycles. The triple-chevron kernel launch must be in one file only, runtime/device/launch.cuh.
+must not form cycles. Only runtime/device/launch.cuh launches kernels.
 """
 import ast
 import collections
@@ -27,6 +27,7 @@ EXCEPTIONS = {("runtime/device/launch.cuh", "tests/simt/simt.h")}
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
 SUFFIXES = (".h", ".cpp", ".cu", ".cuh", ".c")
 LAUNCHER = "runtime/device/launch.cuh"
+LAUNCH = re.compile(r"^(?!.*//.*<<<).*<<<|cudaLaunchKernel")
 
 
 def violations(root: pathlib.Path, names: list[str], graph: dict[str, dict[str, str]]) -> list[str]:
@@ -38,7 +39,7 @@ def violations(root: pathlib.Path, names: list[str], graph: dict[str, dict[str, 
         graph[folder]
         for number, line in enumerate(path.read_text().splitlines(), 1):
             where = f"{name}:{number}"
-            if "<<<" in line and "//" not in line.split("<<<")[0] and name != LAUNCHER:
+            if LAUNCH.search(line) and name != LAUNCHER:
                 found.append(f"{where}: kernels are launched through {LAUNCHER} only")
             match = INCLUDE.match(line)
             if not match or (name, match.group(1)) in EXCEPTIONS:

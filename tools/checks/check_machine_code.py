@@ -5,6 +5,7 @@
 
 Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails when
 - a kernel uses local memory,
+- on sm_90, a kernel does not begin with the wait for earlier kernels (wait_for_earlier_kernels() in launch.cuh),
 - its 16-byte accesses to global memory are not those in the table of docs/gpu.md,
 - with the logs of simt_tests (GRADWIRE_TEST_LOG), a test launched it with more threads or shared memory than
   a GPU allows for its compiled form,
@@ -171,6 +172,9 @@ def violations_on_any(function: dict, used: Launched) -> list[str]:
     if function["local"] or function["STACK"] or function["LOCAL"]:
         wrong.append(
             f"{where} uses local memory: {function['local']} accesses, {function['STACK']} bytes of stack")
+    if architecture == PINNED and not function["waits"]:
+        wrong.append(f"{where} does not wait for earlier kernels before it branches or accesses global memory: "
+                     "begin it with wait_for_earlier_kernels()")
     if used.threads > function["threads"]:
         wrong.append(f"{where} was launched with {used.threads} threads; its __launch_bounds__ allow "
                      f"{function['threads']}")

@@ -177,8 +177,19 @@ def vectors_stored_by_words(body: list[Instruction]) -> int:
     return vectors
 
 
+def waits_first(code: list[Instruction]) -> bool:
+    """Returns whether a thread waits for earlier kernels before it branches or accesses global memory."""
+    for instruction in code:
+        if instruction.name == "ACQBULK":
+            return instruction.predicate is None
+        if instruction.name in (*LOADS, "STG", "LD", "ST", "ATOM", "ATOMG", "RED", "UBLKCP", "BRA", "EXIT"):
+            return False
+    return False
+
+
 def measure(function: Function) -> dict:
-    """Returns the accesses to local memory ("local"), and the properties of the hot loop ("hot").
+    """Returns the accesses to local memory ("local"), whether the function waits for earlier kernels ("waits"),
+    and the properties of the hot loop ("hot").
 
     "loads", "stores" and "in_flight" are bytes per thread and iteration, "wide_loads" and "wide_stores"
     accesses of 16 bytes, "half_sector" pairs of stores, "by_words" vectors that are stored word by word.
@@ -190,7 +201,8 @@ def measure(function: Function) -> dict:
            "wide_stores": sum(i.wide for i in body if i.name == "STG"),
            "half_sector": half_sector_stores(body), "by_words": vectors_stored_by_words(body),
            "calls": sum(i.name == "CALL" for i in body), "is_loop": is_loop}
-    return {"hot": hot, "local": sum(i.name in ("LDL", "STL") for i in function.code)}
+    return {"hot": hot, "waits": waits_first(function.code),
+            "local": sum(i.name in ("LDL", "STL") for i in function.code)}
 
 
 def wide_accesses(function: Function) -> str:
