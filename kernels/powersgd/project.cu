@@ -24,13 +24,8 @@ constexpr int kStrip = 4 * kThreads;
 constexpr int kStripStride = kStrip + 4;  // avoids bank conflicts in the transposing stores
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-struct ProjectArgs {
+struct ProjectArgs : PowerSgdProject {
   Matrices matrices;
-  const float* grad;
-  float* residual;
-  PendingFactors pending;
-  const float* q;
-  float* p;
   // Above kMaxNarrowRank: the first column of P, and the number of parts of up to 32 columns.
   int first = 0, parts = 1;
   bool formed = false;  // an earlier launch formed M, and wrote the first columns of P
@@ -390,7 +385,7 @@ void launch_project_wide(CudaStream stream, const ProjectArgs& a, const MatrixTa
 
 void powersgd_project(CudaStream stream, const PowerSgdProject& op) {
   const MatrixTable& table = *op.table;
-  ProjectArgs a{matrices_of(table), op.grad, op.residual, op.pending, op.q, op.p};
+  ProjectArgs a{op, matrices_of(table)};
   const int rank = table.max_rank(), parts = (rank + kWarpTile - 1) / kWarpTile;
   if (rank <= kMaxNarrowRank) {
     with_narrow_rank(rank, [&]<int kRank>() { launch_project<kRank>(stream, a, table); });

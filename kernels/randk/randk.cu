@@ -13,14 +13,10 @@ namespace {
 
 constexpr int kWidth = 4;
 
-struct GatherArgs {
+struct GatherArgs : RandKGather {
   const RandKTensor* tensors;
   int tensor_count;
-  float *grad, *residual, *values;
-  int64_t* chosen;
   int64_t value_count;
-  uint64_t seed;
-  const uint64_t* step;
 };
 
 // Returns the last tensor whose `first` is at most `at`, or -1.
@@ -37,10 +33,6 @@ __device__ __forceinline__ int find_tensor(const GatherArgs& a, int64_t RandKTen
   return low - 1;
 }
 
-__device__ __forceinline__ RandKDraw draw_of(const GatherArgs& a, const RandKTensor& t) {
-  return {a.seed, a.step != nullptr ? *a.step : 0, t.index};
-}
-
 __global__ void __launch_bounds__(kVectorThreads) randk_take_kernel(const __grid_constant__ GatherArgs a) {
   wait_for_earlier_kernels();
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
@@ -52,8 +44,8 @@ __global__ void __launch_bounds__(kVectorThreads) randk_take_kernel(const __grid
       a.chosen[value] = -1;
       continue;
     }
-    const RandKDraw draw = draw_of(a, t);
-    const int64_t at = t.offset + draw.chosen({t.count, t.k}, value - t.packed, draw.rotation(t.count));
+    const RandKDraw draw = a.draw_of(t);
+    const int64_t at = t.offset + draw.chosen(t.strata(), value - t.packed, draw.rotation(t.count));
     float sum = a.grad[at];
     if (a.residual != nullptr) {
       sum += a.residual[at];
@@ -71,8 +63,8 @@ __device__ void show_non_finite(const GatherArgs& a, int64_t at) {
   if (index < 0) return;
   const RandKTensor t = a.tensors[index];
   if (at >= t.offset + t.count) return;
-  const RandKDraw draw = draw_of(a, t);
-  const int64_t stratum = draw.stratum_of({t.count, t.k}, at - t.offset, draw.rotation(t.count));
+  const RandKDraw draw = a.draw_of(t);
+  const int64_t stratum = draw.stratum_of(t.strata(), at - t.offset, draw.rotation(t.count));
   a.values[t.packed + stratum] = bits_float(0x7fc00000u);
 }
 
@@ -113,15 +105,7 @@ __global__ void __launch_bounds__(kVectorThreads)
 }  // namespace
 
 void randk_gather(CudaStream stream, const RandKGather& op) {
-  const GatherArgs a{.tensors = op.table->device(),
-                     .tensor_count = op.table->count(),
-                     .grad = op.grad,
-                     .residual = op.residual,
-                     .values = op.values,
-                     .chosen = op.chosen,
-                     .value_count = op.table->values(),
-                     .seed = op.seed,
-                     .step = op.step};
+  const GatherArgs a{op, op.table->device(), op.table->count(), op.table->values()};
   launch("randk_gather", randk_take_kernel,
          {.grid = dim3(grid_for(randk_take_kernel, a.value_count, kVectorThreads, kVectorThreads)),
           .block = dim3(kVectorThreads),

@@ -30,7 +30,7 @@ struct RandKTensor {
   int64_t count = 0;   // number of elements
   int64_t k = 0;       // number of values
   int32_t index = 0;   // identifies the tensor in random draws: the same on every rank
-  Strata strata() const { return {count, k}; }
+  GW_HD Strata strata() const { return {count, k}; }
 };
 
 // Returns k of a tensor: a share of its elements, rounded, but at least 1.
@@ -68,6 +68,8 @@ struct RandKGather {
   int64_t* chosen = nullptr;  // (table values) out: position of each value in grad; -1 in gaps
   uint64_t seed = 0;
   const uint64_t* step = nullptr;  // device memory; null means 0
+
+  GW_HD RandKDraw draw_of(const RandKTensor& t) const { return {seed, step != nullptr ? *step : 0, t.index}; }
 };
 GW_OP(randk_gather, RandKGather)
 

@@ -21,14 +21,10 @@ constexpr int64_t kStrataGrain = 4096;  // values per task
 constexpr int64_t kGrain = 64 * 1024;   // elements per task
 constexpr int64_t kPiece = 4 * 1024;    // elements that stay in the first-level cache between two passes
 
-RandKDraw draw_of(const RandKGather& a, const RandKTensor& t) {
-  return {a.seed, a.step != nullptr ? *a.step : 0, t.index};
-}
-
 // Moves strata [begin, end) of a tensor from grad and residual to the values; grad and residual become 0 at
 // the chosen elements.
 void take(const RandKGather& a, const RandKTensor& t, int64_t begin, int64_t end) {
-  const RandKDraw draw = draw_of(a, t);
+  const RandKDraw draw = a.draw_of(t);
   const int64_t rotation = draw.rotation(t.count);
   for (int64_t j = begin; j < end; ++j) {
     const int64_t at = t.offset + draw.chosen(t.strata(), j, rotation);
@@ -54,7 +50,7 @@ void show_non_finite(const RandKGather& a, int64_t begin, int64_t end) {
     if (after == tensors.begin()) continue;
     const RandKTensor& t = *(after - 1);
     if (at >= t.offset + t.count) continue;
-    const RandKDraw draw = draw_of(a, t);
+    const RandKDraw draw = a.draw_of(t);
     const int64_t stratum = draw.stratum_of(t.strata(), at - t.offset, draw.rotation(t.count));
     std::atomic_ref<float>(a.values[t.packed + stratum])
         .store(std::numeric_limits<float>::quiet_NaN(), std::memory_order_relaxed);
@@ -150,7 +146,7 @@ void randk_gather(const RandKGather& a) {
   std::fill_n(a.values, a.table->values(), 0.0f);
   std::fill_n(a.chosen, a.table->values(), int64_t{-1});
   for (const RandKTensor& t : a.table->host()) {
-    const RandKDraw draw{a.seed, a.step != nullptr ? *a.step : 0, t.index};
+    const RandKDraw draw = a.draw_of(t);
     const int64_t rotation = draw.rotation(t.count);
     // The stratum of a chosen element; -1: not chosen.
     std::vector<int64_t> stratum_of(static_cast<size_t>(t.count), -1);

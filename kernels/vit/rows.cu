@@ -40,7 +40,7 @@ void with_slice(int64_t width, bool aligned_rows, const Run& run, Pointers... po
   constexpr int V = kVector<S>;
   if (!aligned_rows || !takes_vectors<S>(width, pointers...))
     return run.template operator()<32, 8, 1, false>();
-  if (width > kLongestSlicedRow) return run.template operator()<32, 32 / V, V, false>();
+  if (width > kLongestSlicedRow) return run.template operator()<32, 8, 4, false>();
   with_row_slice<V>(width, [&]<int G, int Items>() { run.template operator()<G, Items, V, true>(); });
 }
 
