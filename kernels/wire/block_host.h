@@ -103,6 +103,12 @@ struct OneLane : SelectingLane<V>, RunLane<V> {
     for (int i = 0; i < n; ++i) all += test(i) ? 1 : 0;
     return all;
   }
+  template <typename Test, typename Take>
+  GW_INLINE void pick(int n, const Test& test, const Take& take) const {
+    for (int i = 0, k = 0; i < n; ++i) {
+      if (test(i)) take(k++, i);
+    }
+  }
   template <int kGroup, typename Begin, typename Body>
   GW_INLINE void each_in_groups(int n, const Begin& begin, const Body& body) const {
     for (int first = 0; first < n; first += kGroup) {
