@@ -280,6 +280,14 @@ vit=("$bin/gradwire" train --model vit_l_32 --data synthetic --device cuda --bat
 train_step() { # NAME FLAGS...: $with is a variable of the environment
   step "$1" 10 env ${with:+"$with"} "${vit[@]}" --log "$out/$1.jsonl" --steps 60 "${@:2}"
 }
+# Lists the kernels of a program's graph, in the order of time spent.
+trace_step() { # NAME COMMAND...
+  needs "$1" "this build has no libgraph_trace.so" has "$root/lib/libgraph_trace.so" || return 0
+  step "$1" 20 env -C "$out" CUDA_INJECTION64_PATH="$root/lib/libgraph_trace.so" "${@:2}"
+  [ -z "$smoke" ] || printf '0\t9\t7\t1\t1\t1,1,1\t32\t8\t0\tkernel\n' > "$out/graph_trace.tsv"
+  [ ! -e "$out/graph_trace.tsv" ] || mv "$out/graph_trace.tsv" "$out/$1.tsv"
+  step "$1-table" 5 "$python" bench/harness/graph_table.py "$out/$1.tsv"
+}
 # Whether a file exists. In a smoke run the step's command runs without it.
 has() { [ -n "$smoke" ] || [ -e "$1" ]; }
 
@@ -288,12 +296,7 @@ part_next() {
   local with='' filters kernel i
   step doctor 10 "$bin/gradwire" doctor
   step tests-kernels-changed 75 bash -c "suite kernels 14"
-  if needs trace "this build has no libgraph_trace.so" has "$root/lib/libgraph_trace.so"; then
-    step trace 20 env -C "$out" CUDA_INJECTION64_PATH="$root/lib/libgraph_trace.so" \
-      "${vit[@]}" --steps 25 --graph
-    [ -z "$smoke" ] || printf '0\t9\t7\t1\t1\t1,1,1\t32\t8\t0\tkernel\n' > "$out/graph_trace.tsv"
-    step trace-table 5 "$python" bench/harness/graph_table.py "$out/graph_trace.tsv"
-  fi
+  trace_step trace "${vit[@]}" --steps 25 --graph
   needs bench-captured "no PyTorch for ${python:-python3}" has_torch &&
     step bench-captured 180 "$python" bench/experiments/run.py gpu_training --captured --precision bf16 \
       --steps 50 --deadline-s 30 --gradwire "$bin/gradwire" --json "$out/captured.json"
@@ -359,6 +362,9 @@ part_kernels() {
   needs resources "cuobjdump is not on PATH" command -v cuobjdump &&
     step resources 60 bash -c "cuobjdump --dump-resource-usage '$bin/gradwire-bench' 2> /dev/null | c++filt |
       grep -E 'Function|REG' | paste - - | sed -E 's/ +/ /g' | sort -u"
+  needs trace-pytorch "no PyTorch for ${python:-python3}" has_torch &&
+    trace_step trace-pytorch "$python" "$PWD/bench/baselines/pytorch_vit.py" \
+      $([ -n "$smoke" ] && echo tiny cpu || echo vit_l_32 cuda)
   step tests-schedules 120 bash -c "suite collectives 8 '$schedules'"
 }
 

@@ -30,7 +30,7 @@ constexpr size_t kFillingBytes = size_t{200} << 10;
 // the codes. Four independent accesses per thread.
 __global__ void __launch_bounds__(kFillingThreads)
     compress_kernel(float4* gradient, float4* residual, uint32_t* codes, int64_t count) {
-  wait_for_earlier_kernels();
+  cuda::wait_for_earlier_kernels();
   constexpr int kAtOnce = 4;
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += kAtOnce * step) {
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kFillingThreads)
 // Fills memory with values between 0.5 and 1 of either sign, as FP32 and as BF16. Constants would draw less
 // power, which raises the clock.
 __global__ void fill_kernel(uint32_t* words, int64_t count) {
-  wait_for_earlier_kernels();
+  cuda::wait_for_earlier_kernels();
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * blockDim.x)
     words[i] = ((static_cast<uint32_t>(i) * 2654435761u ^ static_cast<uint32_t>(i >> 7)) & 0x807f807fu) |
