@@ -66,6 +66,13 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute
   return cudaSuccess;
 }
 
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  GW_STANDIN_CALL(cudaFuncGetAttributes);
+  *attributes = {};
+  attributes->ptxVersion = attributes->binaryVersion = 80;
+  return cudaSuccess;
+}
+
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int threads,
                                                           size_t shared_bytes) {
   GW_STANDIN_CALL(cudaOccupancyMaxActiveBlocksPerMultiprocessor);
