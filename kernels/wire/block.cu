@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kBlockThreads, F::kStochastic ? 4 : 3)
 }
 
 template <typename F>
-__global__ void __launch_bounds__(kBlockThreads, 3)
+__global__ void __launch_bounds__(kBlockThreads, 4)
     block_decode_kernel(const __grid_constant__ BlockCoder<F> coder, const __grid_constant__ TileShape shape,
                         const __grid_constant__ Decode a, bool wide) {
   wait_for_earlier_kernels();
