@@ -52,8 +52,7 @@ int main(int argc, char** argv) {
     gradwire::check_paths(app);
     gradwire::check_command(app, argc > 1 ? argv[1] : "-");
     app.parse(argc, argv);
-    const auto chosen =
-        std::find_if(commands.begin(), commands.end(), [](const auto& c) { return c->chosen(); });
+    const auto chosen = std::ranges::find_if(commands, &Command::chosen);
     const int exit_code = (*chosen)->run();
     if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
       if (gradwire::reader_is_gone()) return kNoReader;  // | head

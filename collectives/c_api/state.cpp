@@ -1,6 +1,8 @@
 // Saves a reducer's state, loads it, and does the work of the first step after a load.
+#include <algorithm>
 #include <bit>
 #include <cstdio>
+#include <functional>
 #include <optional>
 #include <tuple>
 
@@ -60,9 +62,7 @@ struct SavedEntry {
   const char* data = nullptr;  // not aligned
 
   size_t bytes() const { return count * static_cast<size_t>(bytes_of(dtype)); }
-  bool is_zero() const {
-    return std::all_of(data, data + bytes(), [](char c) { return c == 0; });
-  }
+  bool is_zero() const { return std::all_of(data, data + bytes(), std::logical_not<>()); }
 };
 
 struct SavedTensor {
@@ -242,7 +242,7 @@ size_t ApiReducer::write_state(char* state) const {
   auto state_of = all.begin();  // the states of `all` have the order of the tensors
   for (int i = 0; i < reducer.tensors(); ++i) {
     const GradientTensor& t = tensors[static_cast<size_t>(i)];
-    const auto end = std::find_if(state_of, all.end(), [i](const TensorState& s) { return s.tensor != i; });
+    const auto end = std::ranges::upper_bound(state_of, all.end(), i, {}, &TensorState::tensor);
     const auto unsent = unsent_.find(static_cast<size_t>(i));
     const bool has_unsent = unsent != unsent_.end();
     const auto entries = static_cast<uint64_t>(end - state_of) + (has_unsent ? 1 : 0);

@@ -136,7 +136,7 @@ void BucketPipeline::add_average(const BucketContext& c) {
     // one bit per value has no zero, and NaN may spread over a block. So the step resets the gaps to zero in
     // the result, which is the next step's gradient in the gaps, and in the residual, because no tensor's
     // state covers the gaps.
-    if (!std::ranges::all_of(formats, [](Wire wire) { return wire->keeps_zero(); })) {
+    if (!std::ranges::all_of(formats, &WireFormat::keeps_zero)) {
       std::vector<Segment> gaps;
       for (const ElementRange& part : ends) gaps.push_back({part.begin, 0, part.count()});
       int64_t end = 0;

@@ -364,8 +364,7 @@ void Quorum::send_away() {
 std::vector<int> Quorum::missing(const std::set<int>& silent, const std::set<int>& gone) const {
   std::vector<int> ranks;
   for (int r = rank_ + 1; r < static_cast<int>(contacts_.size()); ++r) {
-    const bool called =
-        std::any_of(callers_.begin(), callers_.end(), [&](const Caller& c) { return c.rank == r; });
+    const bool called = std::ranges::count(callers_, r, &Caller::rank) > 0;
     if (!called && !gone.contains(r) && !silent.contains(r)) ranks.push_back(r);
   }
   return ranks;
@@ -427,8 +426,7 @@ Quorum::NextGroup Quorum::count(std::set<int> silent, const std::set<int>& gone)
   NextGroup survivors{.ranks = {rank_}, .name = random_secret()};
   for (const int r : here) {
     // Use the rank's latest call, because the rank has abandoned its earlier calls.
-    const auto its =
-        std::find_if(callers_.rbegin(), callers_.rend(), [&](const Caller& c) { return c.rank == r; });
+    const auto its = std::ranges::find(callers_.rbegin(), callers_.rend(), r, &Caller::rank);
     survivors.ranks.push_back(r);
     followers_.push_back(std::move(its->socket));
     callers_.erase(std::next(its).base());

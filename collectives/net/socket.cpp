@@ -273,8 +273,7 @@ Message& Message::add(std::string_view key, int64_t value) {
 }
 
 const std::string& Message::text(std::string_view key) const {
-  const auto found =
-      std::find_if(fields_.begin(), fields_.end(), [&](const auto& field) { return field.first == key; });
+  const auto found = std::ranges::find(fields_, key, &Fields::value_type::first);
   if (found == fields_.end()) throw CommError("a control message lacks '{}'", key);
   return found->second;
 }

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -275,8 +276,7 @@ struct StoreServer::Loop {
       }
       return why;
     }
-    const auto connections =
-        std::count_if(peers_.begin(), peers_.end(), [&](const auto& p) { return p->rank == me.rank; });
+    const auto connections = std::ranges::count(peers_, me.rank, &Peer::rank);
     if (static_cast<size_t>(connections) >= limits_.connections_of_rank) {
       return fmt::format("rank {} has {} connections to rank 0's store already", me.rank, connections);
     }
@@ -454,14 +454,14 @@ struct StoreServer::Loop {
   void remove_dead_peers() {
     for (auto& peer : peers_) {
       if (!peer->dead) continue;
-      std::erase_if(waiting_, [&](const Waiting& w) { return w.peer == peer.get(); });
-      std::erase_if(roll_callers_, [&](const Waiting& w) { return w.peer == peer.get(); });
+      for (auto* list : {&waiting_, &roll_callers_})
+        std::erase_if(*list, [&](const Waiting& w) { return w.peer == peer.get(); });
       if (peer->watches && !peer->leaving) {
         roll_.ranks[peer->rank].presence = Presence::gone;
         fail(fmt::format("rank {} is gone: its process ended or its machine cut the connection", peer->rank));
       }
     }
-    std::erase_if(peers_, [](const auto& peer) { return peer->dead; });
+    std::erase_if(peers_, std::mem_fn(&Peer::dead));
   }
 
   const StoreLimits limits_;

@@ -176,14 +176,10 @@ SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire, const 
   int fewest = 1 << 30;
   for (const Option& o : options) fewest = std::min(fewest, o.lossy_steps);
   for (Option& o : options) o.score = o.us * (1 + kWorseByLossyStep * (o.lossy_steps - fewest));
-  auto least = [&](double Option::*field) {
-    return *std::min_element(options.begin(), options.end(),
-                             [&](const Option& a, const Option& b) { return a.*field < b.*field; });
-  };
-  const double best = least(&Option::score).score;
+  const double best = std::ranges::min_element(options, {}, &Option::score)->score;
   const Option chosen = *std::find_if(options.begin(), options.end(),
                                       [&](const Option& o) { return o.score <= kAsGood * best; });
-  const Option fastest = least(&Option::us);
+  const Option fastest = *std::ranges::min_element(options, {}, &Option::us);
   const ScheduleKind kind = chosen.candidate->schedule.kind;
   std::string reason;
   if (fastest.candidate == chosen.candidate) {

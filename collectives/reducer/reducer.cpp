@@ -143,10 +143,7 @@ void Reducer::describe_memory() {
 
 int Reducer::bucket_of(int tensor) const {
   const auto& all = layout_.buckets;
-  return static_cast<int>(
-      std::upper_bound(all.begin(), all.end(), tensor,
-                       [](int i, const BucketRange& bucket) { return i < bucket.last_tensor; }) -
-      all.begin());
+  return static_cast<int>(std::ranges::upper_bound(all, tensor, {}, &BucketRange::last_tensor) - all.begin());
 }
 
 Shards Reducer::shards(const BucketRange& bucket) const {
@@ -207,7 +204,7 @@ void Reducer::adopt(std::span<void* const> gradients) {
 }
 
 int Reducer::buckets_in_place() const {
-  return static_cast<int>(std::count_if(buckets_.begin(), buckets_.end(), [](auto& b) { return !b.staged; }));
+  return static_cast<int>(std::ranges::count(buckets_, false, &Bucket::staged));
 }
 
 float* Reducer::gradient(int i) const {

@@ -60,7 +60,7 @@ void Reducer::trace(int64_t step, Tracer& tracer) const {
 
 const StepMarks& Reducer::marks_of(int64_t step) const {
   // A graph's marks are stored with the step in which it was captured.
-  auto found = std::find_if(marks_.begin(), marks_.end(), [&](const StepMarks& m) { return m.step == step; });
+  auto found = std::ranges::find(marks_, step, &StepMarks::step);
   if (step < first_step_ || step >= step_ || found == marks_.end()) {
     throw BadInput("Reducer::stats: step {} is not one of the last {} of {}", step, kStatsKept, step_);
   }
@@ -90,8 +90,7 @@ std::vector<TensorState> Reducer::tensor_state() const {
       }
       all.push_back(std::move(s));
     }
-    std::stable_sort(all.begin() + begin, all.end(),
-                     [](const TensorState& x, const TensorState& y) { return x.tensor < y.tensor; });
+    std::ranges::stable_sort(all.begin() + begin, all.end(), {}, &TensorState::tensor);
   }
   return all;
 }
@@ -136,8 +135,7 @@ std::string Reducer::schedule() const {
 
 std::string Reducer::schedule_reason() const {
   if (buckets_.empty()) return "a world of 1";
-  auto smaller = [](const Bucket& a, const Bucket& b) { return a.elements() < b.elements(); };
-  std::string text = plan_text(*std::max_element(buckets_.begin(), buckets_.end(), smaller)->pipeline);
+  std::string text = plan_text(*std::ranges::max_element(buckets_, {}, &Bucket::elements)->pipeline);
   if (const std::string links = links_text(); !links.empty()) text += "; " + links;
   return text;
 }

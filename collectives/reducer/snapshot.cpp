@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <functional>
 #include <span>
 #include <utility>
 
@@ -96,9 +97,8 @@ Residuals take_left_over(Residuals& residuals, const std::vector<TensorState>& s
   for (const TensorState& state : states) {
     if (state.kind == kResidualKind) residuals.insert(rest.extract(static_cast<size_t>(state.tensor)));
   }
-  std::erase_if(rest, [](const auto& residual) {
-    return std::ranges::all_of(residual.second, [](float x) { return x == 0.0f; });
-  });
+  std::erase_if(
+      rest, [](const auto& residual) { return std::ranges::all_of(residual.second, std::logical_not<>()); });
   return rest;
 }
 

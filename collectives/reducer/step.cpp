@@ -38,8 +38,7 @@ void Reducer::ready(int i, const Stream& producer) {
 
 void Reducer::launch_in(std::vector<int> order) {
   std::lock_guard lock(mutex_);
-  const bool idle = launched_ == static_cast<int>(order_.size()) ||
-                    std::none_of(ready_.begin(), ready_.end(), [](bool ready) { return ready; });
+  const bool idle = launched_ == static_cast<int>(order_.size()) || std::ranges::count(ready_, true) == 0;
   std::vector<int> sorted = order;
   std::sort(sorted.begin(), sorted.end());
   std::vector<int> all(buckets_.size());

@@ -1,6 +1,8 @@
 // Selects OpenBLAS's kernel set (x86-64) by the processor's features rather than its model.
 #pragma once
 
+#include <algorithm>
+#include <iterator>
 #include <string_view>
 
 namespace gradwire::blas {
@@ -31,17 +33,11 @@ inline Level level_of_processor() {
   return Level::base;
 }
 
-// Returns the level of a kernel set. Sets that are not listed are older than AVX2.
-inline Level level_of_kernels(std::string_view name) {
-  for (const KernelSet& set : kKernelSets) {
-    if (set.name == name) return set.level;
-  }
-  return Level::base;
-}
-
 // Returns the kernel set to run instead of OpenBLAS's choice; null: the choice suits the processor.
 inline const char* better_kernels(std::string_view chosen, Level processor) {
-  if (level_of_kernels(chosen) >= processor) return nullptr;
+  const auto* const set = std::ranges::find(kKernelSets, chosen, &KernelSet::name);
+  // Sets that are not listed are older than AVX2.
+  if ((set == std::end(kKernelSets) ? Level::base : set->level) >= processor) return nullptr;
   return processor == Level::avx512 ? "SkylakeX" : "Haswell";
 }
 

@@ -111,12 +111,8 @@ class Bf16Panels {
 void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_t index, int64_t begin,
                     int64_t end);
 
-}  // namespace gradwire::host
-
 // Packs lines of a BF16 matrix (rows of op(A), columns of op(B)) into panels of pairs along k. A word holds
 // two elements, the first in its lower half. Bytes moved per element: 2 read, 2 written.
-
-namespace gradwire::host {
 
 // The location of a panel's lines.
 struct Bf16Lines {

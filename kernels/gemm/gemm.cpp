@@ -7,8 +7,7 @@
 #include "kernels/simd/vector.h"
 #include "runtime/util/error.h"
 
-namespace gradwire {
-namespace detail {
+namespace gradwire::detail {
 
 void check(const Gemm& g) {
   auto fail = [](const std::string& what) { throw BadInput("gemm: " + what); };
@@ -42,9 +41,7 @@ void check(const Gemm& g) {
     fail("precision must be fp32 or, for FP32 operands, tf32");
 }
 
-}  // namespace detail
-
-}  // namespace gradwire
+}  // namespace gradwire::detail
 
 // Small products: op(B) is packed into rows of whole vectors (unless stored that way), then each block of 4
 // rows by 24 columns of C stays in registers over all of k.
@@ -113,13 +110,7 @@ GW_INLINE void panel(Left left, int64_t m, int64_t k, const float* b, int64_t ld
   if (row < m) block<1, kVectors>(left, k, b, ldb, alpha, beta, c + row * ldc, ldc, columns);
 }
 
-// Sets packed(row, c) = op(B)(row, c), and 0 in the columns that pad the last vector.
-GW_INLINE void pack_rows(const Gemm& g, const float* b, int64_t padded, float* packed) {
-  for (int64_t row = 0; row < g.k; ++row) {
-    std::copy_n(b + row * g.ldb, g.n, packed + row * padded);
-    std::fill(packed + row * padded + g.n, packed + (row + 1) * padded, 0.0f);
-  }
-}
+// Sets packed(row, c) = op(B)(row, c), and 0 in the columns that pad the last vector, for transpose_b.
 GW_INLINE void pack_columns(const Gemm& g, const float* b, int64_t padded, float* packed) {
   const int64_t blocked = g.k / 8 * 8;
   for (int64_t c = 0; c < g.n; c += 8) {
@@ -153,10 +144,10 @@ GW_SIMD void small_gemm(const Gemm& g, int64_t begin, int64_t end) {
     const float* b = g.b.at<float>(i * g.stride_b);
     int64_t ldb = g.ldb;
     if (pack) {
-      if (g.transpose_b) {
-        pack_columns(g, b, padded, packed);
-      } else {
-        pack_rows(g, b, padded, packed);
+      if (g.transpose_b) pack_columns(g, b, padded, packed);
+      for (int64_t row = 0; !g.transpose_b && row < g.k; ++row) {
+        std::copy_n(b + row * ldb, g.n, packed + row * padded);
+        std::fill(packed + row * padded + g.n, packed + (row + 1) * padded, 0.0f);
       }
       b = packed;
       ldb = padded;

@@ -59,16 +59,13 @@ cublasComputeType_t compute_type(Precision precision) {
   return precision == Precision::tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
 }
 
-// Returns the largest power of two, up to 256, that divides the address: the alignment that an algorithm may
-// assume.
-uint32_t alignment_of(const void* pointer) {
-  const auto address = reinterpret_cast<uintptr_t>(pointer) | 256u;
-  return static_cast<uint32_t>(address & (~address + 1));
-}
-// Returns the alignment that all matrices of a batch have.
-uint32_t alignment_of(const void* pointer, int64_t stride, Element type, int64_t batch) {
+// Returns the largest power of two, up to 256, that divides the addresses of all matrices of a batch: the
+// alignment that an algorithm may assume.
+uint32_t alignment_of(const void* pointer, int64_t stride = 0, Element type = Element::fp32,
+                      int64_t batch = 1) {
   const auto between = static_cast<uintptr_t>(batch > 1 ? stride * element_bytes(type) : 0);
-  return alignment_of(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(pointer) | between));
+  const auto address = reinterpret_cast<uintptr_t>(pointer) | between | 256u;
+  return static_cast<uint32_t>(address & (~address + 1));
 }
 
 // Owns a handle of cuBLAS or of the CUDA runtime. The destructor may run at thread exit, after the driver has

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -22,15 +23,9 @@ namespace {
 constexpr const char* kHeader = "gradwire tuning 1";
 constexpr int kLinesNamed = 5;
 
-// Returns whether `text` may stand between two tabs.
-bool is_field(const std::string& text) {
-  return !text.empty() && text.find_first_of("\t\n\r") == std::string::npos;
-}
-
 // Returns a device's name with tabs and line ends replaced, because they would end the field.
 std::string field(std::string text) {
-  std::replace_if(
-      text.begin(), text.end(), [](char c) { return c == '\t' || c == '\n' || c == '\r'; }, ' ');
+  for (char end : {'\t', '\n', '\r'}) std::ranges::replace(text, end, ' ');
   return text.empty() ? "-" : text;
 }
 
@@ -78,7 +73,8 @@ void TuningFile::read() {
       fields.push_back(line.substr(begin, end - begin));
       begin = end + 1;
     }
-    if (fields.size() != 4 || !std::all_of(fields.begin(), fields.end(), is_field)) {
+    const auto empty = std::count(fields.begin(), fields.end(), "");
+    if (fields.size() != 4 || empty > 0 || line.find('\r') != std::string::npos) {
       if (++ignored > kLinesNamed) continue;
       say(fmt::format(
           "line {} is ignored: expected a device, a maker, a kind and a choice, with tabs in between",
@@ -129,16 +125,10 @@ std::string hex_bytes(const void* data, size_t count) {
 
 bool from_hex_bytes(const std::string& text, void* data, size_t count) {
   if (text.size() != 2 * count) return false;
-  auto digit = [](char c) {
-    return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
-  };
   auto* bytes = static_cast<unsigned char*>(data);
-  for (size_t i = 0; i < count; ++i) {
-    const int high = digit(text[2 * i]), low = digit(text[2 * i + 1]);
-    if (high < 0 || low < 0) return false;
-    bytes[i] = static_cast<unsigned char>(16 * high + low);
-  }
-  return true;
+  for (size_t i = 0; i < count; ++i)
+    std::from_chars(text.data() + 2 * i, text.data() + 2 * i + 2, bytes[i], 16);
+  return hex_bytes(data, count) == text;  // refuses all but lower-case digits
 }
 
 }  // namespace gradwire

@@ -102,14 +102,6 @@ constexpr int round_up(int count, int to) {
 
 constexpr int64_t kGramPanel = kGramRows * kPanel;  // doubles
 
-template <typename S>
-GW_INLINE void widen_panel_row(const float* from, double* to) {
-#pragma GCC unroll 4
-  for (int c = 0; c < kPanel; c += S::kLanes) {
-    store(to + c, converted<typename S::Vec>(load<typename S::Floats>(from + c)));
-  }
-}
-
 // Packs columns of rows of A into panels of kGramRows rows, with zeros up to `padded` columns.
 template <typename S>
 GW_INLINE void pack_columns(const float* a, int64_t rows, int rank, const int32_t* columns, int count,
@@ -125,7 +117,11 @@ GW_INLINE void pack_columns(const float* a, int64_t rows, int rank, const int32_
       for (int64_t row = row0; row < end; ++row, panel += kPanel) {
         const float* const from = a + row * rank;
         if (adjacent && there == kPanel) {
-          widen_panel_row<S>(from + columns[0] + first, panel);
+#pragma GCC unroll 4
+          for (int c = 0; c < kPanel; c += S::kLanes) {
+            store(panel + c,
+                  converted<typename S::Vec>(load<typename S::Floats>(from + columns[0] + first + c)));
+          }
           continue;
         }
         for (int c = 0; c < there; ++c) panel[c] = from[columns[first + c]];

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <vector>
 
 #include "kernels/powersgd/orthonormalize.h"
@@ -219,12 +220,11 @@ std::vector<LargeMatrix> large_matrices(const Orthonormalize& a) {
 template <typename Parts>
 int size_of_task(const std::vector<LargeMatrix>& all, int most, int least, int64_t tasks,
                  const Parts& parts) {
-  const auto count = [&](int size) {
-    int64_t sum = 0;
-    for (const LargeMatrix& m : all) sum += parts(m, size);
-    return sum;
-  };
-  while (most > least && count(most) < tasks) most /= 2;
+  for (; most > least; most /= 2) {
+    int64_t count = 0;
+    for (const LargeMatrix& m : all) count += parts(m, most);
+    if (count >= tasks) break;
+  }
   return most;
 }
 
@@ -243,10 +243,10 @@ void run_passes(const Orthonormalize& a, std::vector<LargeMatrix> active, int64_
       for (const LargeMatrix& m : active) {
         if (!finite_columns(m) || !a.keep_flags) a.flags[m.index] = finite_columns(m) ? 0 : 1;
       }
-      std::erase_if(active, [&](const LargeMatrix& m) { return !finite_columns(m); });
+      std::erase_if(active, std::not_fn(finite_columns));
     }
-    for_parts(
-        active, [](const LargeMatrix&) { return 1; }, [&](const LargeMatrix& m, int) { factor(m, pass); });
+    parallel_for(static_cast<int64_t>(active.size()), 1,
+                 [&](int64_t at, int64_t) { factor(active[static_cast<size_t>(at)], pass); });
     const int rows = size_of_task(active, kMaxRows, kFewestRows, tasks, row_parts);
     for_parts(
         active, [&](const LargeMatrix& m) { return row_parts(m, rows); },

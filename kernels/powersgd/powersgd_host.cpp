@@ -87,9 +87,10 @@ struct ColumnSums {
   int64_t sums;  // offset of the sums of these columns
 };
 
-// Computes Q = M^T P; body(columns, row, rows, sums) sums one piece.
-template <typename Body>
-void sum_pieces(const MatrixTable& table, const int32_t* flags, float* q, const Body& body) {
+// Computes Q = M^T P of the matrices that are not flagged. `m` is M; with a residual, it is the gradient, and
+// M is formed in the residual.
+void project_transposed(const MatrixTable& table, const int32_t* flags, const float* p, float* q,
+                        const float* m, float* residual, const PendingFactors& pending) {
   std::vector<ColumnSums> all;
   int64_t floats = 0;
   for (int matrix = 0; matrix < table.count(); ++matrix) {
@@ -109,8 +110,10 @@ void sum_pieces(const MatrixTable& table, const int32_t* flags, float* q, const 
       [&](const ColumnSums& c, int64_t piece) {
         const auto& d = table.host()[c.matrix];
         if (flagged(flags, c.matrix)) return;
-        const int64_t row = piece * c.piece_rows;
-        body(c, row, std::min(c.piece_rows, d.rows - row), sums.get() + c.sums + piece * d.rank * c.stride);
+        const int64_t row = piece * c.piece_rows, rows = std::min(c.piece_rows, d.rows - row);
+        back_project_piece(part_of(table, c.matrix, m, residual, pending, row, rows, c.column, c.columns),
+                           p + d.p_offset + row * d.rank, sums.get() + c.sums + piece * d.rank * c.stride,
+                           c.stride);
       });
   parallel_for(static_cast<int64_t>(all.size()), 1, [&](int64_t begin, int64_t) {
     const ColumnSums& c = all[begin];
@@ -121,17 +124,6 @@ void sum_pieces(const MatrixTable& table, const int32_t* flags, float* q, const 
     } else {
       add_pieces(sums.get() + c.sums, c.pieces, c.columns, c.stride, d.rank, to);
     }
-  });
-}
-
-// Computes Q = M^T P of the matrices that are not flagged. `m` is M; with a residual, it is the gradient, and
-// M is formed in the residual.
-void project_transposed(const MatrixTable& table, const int32_t* flags, const float* p, float* q,
-                        const float* m, float* residual, const PendingFactors& pending) {
-  sum_pieces(table, flags, q, [&](const ColumnSums& c, int64_t row, int64_t rows, float* sums) {
-    const auto& d = table.host()[c.matrix];
-    back_project_piece(part_of(table, c.matrix, m, residual, pending, row, rows, c.column, c.columns),
-                       p + d.p_offset + row * d.rank, sums, c.stride);
   });
 }
 

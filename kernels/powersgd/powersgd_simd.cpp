@@ -211,16 +211,6 @@ GW_INLINE void project_block(const Fresh& a, int64_t row, int64_t column, int64_
   }
 }
 
-}  // namespace
-
-// Returns the columns per piece, a multiple of the strip.
-int64_t piece_columns(int rank, int64_t cols) {
-  int64_t most = kPieceFloats / round_up(rank, kRankTile) / kStrip * kStrip;
-  return std::min(most, round_up(cols, kStrip));
-}
-
-namespace {
-
 template <typename Vec>
 GW_INLINE void project(const MatrixPart& a, const float* q, float* p) {
   alignas(64) float turned[kPieceFloats], pending[kPieceFloats];
@@ -347,24 +337,6 @@ GW_INLINE void back_project(const MatrixPart& a, const float* p, float* sums, in
   }
 }
 
-}  // namespace
-
-GW_SIMD void add_pieces(float* sums, int64_t pieces, int64_t columns, int64_t stride, int rank, float* q) {
-  const int64_t size = rank * stride;
-  for (int64_t piece = 1; piece < pieces; ++piece) {
-    for (int64_t i = 0; i < size; i += kLanes) {
-      F32x16 sum = load<F32x16>(sums + i);
-      sum += load<F32x16>(sums + piece * size + i);
-      store(sums + i, sum);
-    }
-  }
-  for (int64_t j = 0; j < columns; ++j) {
-    for (int k = 0; k < rank; ++k) q[j * rank + k] = sums[k * stride + j];
-  }
-}
-
-namespace {
-
 template <typename Vec, int kRows, int kVecs>
 GW_INLINE void reconstruct_tile(const ReconstructRows& a, int64_t row0, int64_t column, int64_t count,
                                 const float* turned, int64_t stride) {
@@ -433,6 +405,26 @@ GW_INLINE void reconstruct(const ReconstructRows& a) {
 }
 
 }  // namespace
+
+// Returns the columns per piece, a multiple of the strip.
+int64_t piece_columns(int rank, int64_t cols) {
+  int64_t most = kPieceFloats / round_up(rank, kRankTile) / kStrip * kStrip;
+  return std::min(most, round_up(cols, kStrip));
+}
+
+GW_SIMD void add_pieces(float* sums, int64_t pieces, int64_t columns, int64_t stride, int rank, float* q) {
+  const int64_t size = rank * stride;
+  for (int64_t piece = 1; piece < pieces; ++piece) {
+    for (int64_t i = 0; i < size; i += kLanes) {
+      F32x16 sum = load<F32x16>(sums + i);
+      sum += load<F32x16>(sums + piece * size + i);
+      store(sums + i, sum);
+    }
+  }
+  for (int64_t j = 0; j < columns; ++j) {
+    for (int k = 0; k < rank; ++k) q[j * rank + k] = sums[k * stride + j];
+  }
+}
 
 GW_DEFINE_WIDEST(void, project_rows, project, F32x16, WideF32,
                  (const MatrixPart& a, const float* q, float* p), (a, q, p))

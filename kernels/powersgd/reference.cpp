@@ -37,6 +37,31 @@ float form_m(const Project& a, int matrix, const MatrixDescriptor& d, int64_t i,
   return m;
 }
 
+using Column = std::vector<double>;
+
+double dot(const Column& a, const Column& b) {
+  double sum = 0.0;
+  for (size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+// Makes `column` orthogonal to `done`, with norm 1. Returns false when `column` is zero or depends on `done`.
+bool add_column(std::vector<Column>& done, Column column) {
+  double before = dot(column, column);
+  if (before == 0.0) return false;
+  for (int round = 0; round < 3; ++round) {
+    for (const auto& other : done) {
+      double along = dot(column, other);
+      for (size_t i = 0; i < column.size(); ++i) column[i] -= along * other[i];
+    }
+    if (dot(column, column) <= kDependentPivot * before) return false;
+  }
+  double scale = 1.0 / std::sqrt(dot(column, column));
+  for (auto& x : column) x *= scale;
+  done.push_back(column);
+  return true;
+}
+
 }  // namespace
 
 void powersgd_project(const PowerSgdProject& a) {
@@ -154,34 +179,6 @@ void pack(const Pack& a) {
 // Gram-Schmidt in double, each column orthogonalized until it is stable, dependent columns last. In exact
 // arithmetic the Cholesky form gives the same columns, so the other implementations are tested against this
 // reference.
-namespace {
-
-using Column = std::vector<double>;
-
-double dot(const Column& a, const Column& b) {
-  double sum = 0.0;
-  for (size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
-  return sum;
-}
-
-// Makes `column` orthogonal to `done`, with norm 1. Returns false when `column` is zero or depends on `done`.
-bool add_column(std::vector<Column>& done, Column column) {
-  double before = dot(column, column);
-  if (before == 0.0) return false;
-  for (int round = 0; round < 3; ++round) {
-    for (const auto& other : done) {
-      double along = dot(column, other);
-      for (size_t i = 0; i < column.size(); ++i) column[i] -= along * other[i];
-    }
-    if (dot(column, column) <= kDependentPivot * before) return false;
-  }
-  double scale = 1.0 / std::sqrt(dot(column, column));
-  for (auto& x : column) x *= scale;
-  done.push_back(column);
-  return true;
-}
-
-}  // namespace
 
 void orthonormalize(const Orthonormalize& a) {
   uint64_t step = a.step != nullptr ? *a.step : 0;

@@ -45,8 +45,7 @@ void show_non_finite(const RandKGather& a, int64_t begin, int64_t end) {
   const auto& tensors = a.table->host();
   for (int64_t at = begin; at < end; ++at) {
     if (is_finite(a.grad[at])) continue;
-    auto after = std::upper_bound(tensors.begin(), tensors.end(), at,
-                                  [](int64_t x, const RandKTensor& t) { return x < t.offset; });
+    auto after = std::ranges::upper_bound(tensors, at, {}, &RandKTensor::offset);
     if (after == tensors.begin()) continue;
     const RandKTensor& t = *(after - 1);
     if (at >= t.offset + t.count) continue;

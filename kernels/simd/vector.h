@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstddef>
-#include <cstdint>
 #include <cstdint>  // defines __GLIBC__ on glibc
 #include <cstring>
 #include <string>
@@ -123,7 +122,6 @@ struct Pair {
 using F32x16 = Pair<F32x8>;
 using I32x16 = Pair<I32x8>;
 using U32x16 = Pair<U32x8>;
-using U16x16 = Pair<U16x8>;
 // Sixteen numbers in one register of AVX-512, for functions that are compiled for it.
 using WideF32 = float __attribute__((vector_size(64)));
 using WideI32 = int32_t __attribute__((vector_size(64)));
@@ -174,7 +172,6 @@ template <>
 struct Lanes<F32x16> {
   using I32 = I32x16;
   using U32 = U32x16;
-  using U16 = U16x16;
   static constexpr I32 kIndex = {{0, 1, 2, 3, 4, 5, 6, 7}, {8, 9, 10, 11, 12, 13, 14, 15}};
 };
 template <>
@@ -186,16 +183,27 @@ struct Lanes<WideF32> {
 template <typename V>
 inline constexpr int kLanes = sizeof(V) / sizeof(float);
 
+template <>
+struct FloatWords<F32x8> {
+  static GW_INLINE U32x8 words(F32x8 x) { return std::bit_cast<U32x8>(x); }
+  static GW_INLINE F32x8 floats(U32x8 u) { return std::bit_cast<F32x8>(u); }
+};
+
+// Returns the instruction set for which the host's loops were compiled and run in this process, such as
+// "x86-64-v4 (AVX-512)". Sums over vectors have the same bits in two processes only if the level is the same.
+// Therefore ranks that compute identical values locally must have the same level.
+std::string simd_level();
+
 namespace host {
 
 // Returns mask ? a : b.
 template <typename M, typename V>
 GW_INLINE V blend(const M& mask, const V& a, const V& b) {
-  return mask ? a : b;
-}
-template <typename M, typename V>
-GW_INLINE Pair<V> blend(const Pair<M>& mask, const Pair<V>& a, const Pair<V>& b) {
-  return {mask.low ? a.low : b.low, mask.high ? a.high : b.high};
+  if constexpr (requires { mask.low; }) {
+    return {mask.low ? a.low : b.low, mask.high ? a.high : b.high};
+  } else {
+    return mask ? a : b;
+  }
 }
 
 template <typename V>
@@ -203,33 +211,14 @@ GW_INLINE typename Lanes<V>::U32 words_of(const V& x) {
   return std::bit_cast<typename Lanes<V>::U32>(x);
 }
 
-GW_INLINE U32x8 to_u32(const U16x8& x) {
-  return __builtin_convertvector(x, U32x8);
-}
-GW_INLINE U32x16 to_u32(const U16x16& x) {
-  return {to_u32(x.low), to_u32(x.high)};
-}
-GW_INLINE U16x8 to_u16(const U32x8& x) {
-  return __builtin_convertvector(x, U16x8);
-}
-GW_INLINE U16x16 to_u16(const U32x16& x) {
-  return {to_u16(x.low), to_u16(x.high)};
-}
-
 // Returns BF16 bits as floats.
 template <typename V>
 GW_INLINE V widen_bf16(const typename Lanes<V>::U16& bits) {
-  return std::bit_cast<V>(to_u32(bits) << 16);
-}
-// Returns floats as BF16 bits, rounded as narrow<Bf16> does.
-template <typename V>
-GW_INLINE typename Lanes<V>::U16 narrow_bf16(const V& v) {
-  const auto x = words_of(v), rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16, nan = (x >> 16) | 0x0040u;
-  return to_u16(blend((x & 0x7fffffffu) > 0x7f800000u, nan, rounded));
+  return std::bit_cast<V>(__builtin_convertvector(bits, typename Lanes<V>::U32) << 16);
 }
 
-// Loads a V from consecutive elements of type T: float for a vector of floats, uint16_t for a vector of
-// uint16_t. Widens Bf16.
+// Load a V from, or store it to, consecutive elements of type T: float for a vector of floats, uint16_t for a
+// vector of uint16_t. Bf16 is widened, and rounded as narrow<Bf16> does.
 template <typename V, typename T>
 GW_INLINE V load(const T* from) {
   if constexpr (std::is_same_v<T, Bf16>) {
@@ -243,7 +232,9 @@ GW_INLINE V load(const T* from) {
 template <typename T, typename V>
 GW_INLINE void store(T* to, const V& v) {
   if constexpr (std::is_same_v<T, Bf16>) {
-    store(&to->bits, narrow_bf16(v));
+    const auto x = words_of(v), rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16, nan = (x >> 16) | 0x0040u;
+    const auto bits = blend((x & 0x7fffffffu) > 0x7f800000u, nan, rounded);
+    store(&to->bits, __builtin_convertvector(bits, typename Lanes<V>::U16));
   } else {
     std::memcpy(to, &v, sizeof v);
   }
@@ -279,16 +270,16 @@ GW_INLINE V larger(const V& a, const V& b) {
   return blend(a > b, a, b);
 }
 
-GW_INLINE float sum_of(F32x8 v) {
-  v += __builtin_shuffle(v, I32x8{4, 5, 6, 7, 0, 1, 2, 3});
-  v += __builtin_shuffle(v, I32x8{2, 3, 0, 1, 6, 7, 4, 5});
-  return v[0] + v[1];
-}
-GW_INLINE float sum_of(const F32x16& v) {
-  return sum_of(v.low + v.high);
-}
-GW_INLINE float sum_of(const WideF32& v) {
-  return sum_of(std::bit_cast<F32x16>(v));
+template <typename V>
+GW_INLINE float sum_of(V v) {
+  if constexpr (kLanes<V> == 16) {
+    const auto halves = std::bit_cast<F32x16>(v);
+    return sum_of(halves.low + halves.high);
+  } else {
+    v += __builtin_shuffle(v, I32x8{4, 5, 6, 7, 0, 1, 2, 3});
+    v += __builtin_shuffle(v, I32x8{2, 3, 0, 1, 6, 7, 4, 5});
+    return v[0] + v[1];
+  }
 }
 template <typename V>
 GW_INLINE auto largest_of(V v) {
@@ -307,22 +298,20 @@ GW_INLINE V join_halves(const V& a, const V& b, const Op& op) {
   }
   return op(__builtin_shuffle(a, b, low), __builtin_shuffle(a, b, high));
 }
-template <int kHalf>
-GW_INLINE F32x8 add_halves(const F32x8& a, const F32x8& b) {
-  return join_halves<kHalf>(
-      a, b, [](const F32x8& x, const F32x8& y) __attribute__((always_inline)) { return x + y; });
-}
 // Returns sum_of() for each of sixteen vectors, with the same bits and in a tenth of the time.
 template <typename V>
 GW_INLINE F32x16 sums_of(const V (&v)[16]) {
+  const auto add = [](const F32x8& x, const F32x8& y) __attribute__((always_inline)) {
+    return x + y;
+  };
   F32x8 eight[16], four[8], two[4];
   for (int i = 0; i < 16; ++i) {
     const auto pair = std::bit_cast<F32x16>(v[i]);
     eight[i] = pair.low + pair.high;
   }
-  for (int i = 0; i < 8; ++i) four[i] = add_halves<4>(eight[2 * i], eight[2 * i + 1]);
-  for (int i = 0; i < 4; ++i) two[i] = add_halves<2>(four[2 * i], four[2 * i + 1]);
-  return {add_halves<1>(two[0], two[1]), add_halves<1>(two[2], two[3])};
+  for (int i = 0; i < 8; ++i) four[i] = join_halves<4>(eight[2 * i], eight[2 * i + 1], add);
+  for (int i = 0; i < 4; ++i) two[i] = join_halves<2>(four[2 * i], four[2 * i + 1], add);
+  return {join_halves<1>(two[0], two[1], add), join_halves<1>(two[2], two[3], add)};
 }
 
 // Swaps element j of v[i] and element i of v[j].
@@ -345,18 +334,6 @@ GW_INLINE void transpose(F32x8 (&v)[8]) {
     v[i + 4] = __builtin_shuffle(fours[i], fours[i + 4], I32x8{4, 5, 6, 7, 12, 13, 14, 15});
   }
 }
-
-}  // namespace host
-
-template <>
-struct FloatWords<F32x8> {
-  static GW_INLINE U32x8 words(F32x8 x) { return std::bit_cast<U32x8>(x); }
-  static GW_INLINE F32x8 floats(U32x8 u) { return std::bit_cast<F32x8>(u); }
-};
-
-}  // namespace gradwire
-
-namespace gradwire::host {
 
 // Divides rows into pieces for host ops. The division depends only on the shape, so that results never depend
 // on the number of threads.
@@ -421,27 +398,8 @@ void combine_partial_sums(const float* partial, int64_t count, int64_t stride, i
                           float* sum);
 void combine_partial_sums(const PartialSums& of);
 
-}  // namespace gradwire::host
-
-namespace gradwire {
-
-// The instruction set for which the host's loops (kernels/simd/vector.h) were compiled and run in this
-// process.
-//
-// Sums over vectors have the same bits in two processes only if the level is the same. Therefore ranks that
-// compute identical values locally must have the same level.
-
-// Returns a name such as "x86-64-v4 (AVX-512)".
-std::string simd_level();
-
-}  // namespace gradwire
-
-namespace gradwire::host {
-
-// A buffer for packed operands.
-
-// A buffer that begins with a cache line, since loads that cross lines take twice as long. The buffer only
-// grows.
+// A buffer for packed operands that begins with a cache line, since loads that cross lines take twice as
+// long. The buffer only grows.
 template <typename T>
 class AlignedMemory {
  public:
@@ -460,4 +418,6 @@ class AlignedMemory {
   std::vector<Line> lines_;
 };
 
-}  // namespace gradwire::host
+}  // namespace host
+
+}  // namespace gradwire

@@ -37,10 +37,9 @@ struct ColumnSum {
   bool partial_only = false;  // leave sums() to combine_sums(); in a batch sums(i, sum of array i)
   int64_t batch = 1, stride = 0;
 
-  PartialSums sums() const { return sums(0, sum); }
-  PartialSums sums(int64_t i, float* to) const {
+  PartialSums sums(int64_t i = 0, float* to = nullptr) const {
     const int64_t count = column_chunks(rows).count;
-    return {workspace + i * count * width, count, width, width, {to}, accumulate};
+    return {workspace + i * count * width, count, width, width, {to != nullptr ? to : sum}, accumulate};
   }
   // Returns the rows of x as partial sums: for few rows (kMaxChunks), combine_sums() can add them without
   // column_sum().

@@ -32,24 +32,6 @@ GW_SIMD void move_heads(const Heads<S>& a, int64_t b) {
   }
 }
 
-}  // namespace
-
-template <typename S>
-void split_heads(const Heads<S>& a) {
-  for_rows(a.batch, a.tokens * a.width(), [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) move_heads<true>(a, b);
-  });
-}
-
-template <typename S>
-void merge_heads(const Heads<S>& a) {
-  for_rows(a.batch, a.tokens * a.width(), [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) move_heads<false>(a, b);
-  });
-}
-
-namespace {
-
 // __restrict: otherwise each row's loop is 15 % slower in cache.
 template <typename S>
 GW_SIMD void add_rows(const S* __restrict x, int64_t rows, int64_t width, float* __restrict partial) {
@@ -59,25 +41,6 @@ GW_SIMD void add_rows(const S* __restrict x, int64_t rows, int64_t width, float*
   }
 }
 
-}  // namespace
-
-template <typename S>
-void column_sum(const ColumnSum<S>& a) {
-  for (int64_t i = 0; i < a.batch; ++i) {
-    float* const partial_sums = a.workspace + i * column_sum_workspace(a.rows, a.width);
-    sum_chunks(a.rows, a.width, partial_sums, [&](int64_t begin, int64_t end, float* partial) {
-      add_rows(a.x + i * a.stride + begin * a.width, end - begin, a.width, partial);
-    });
-  }
-  if (!a.partial_only) combine_partial_sums(a.sums());
-}
-
-void combine_sums(const CombineSums& a) {
-  for (const PartialSums& of : a.of) combine_partial_sums(of);
-}
-
-namespace {
-
 template <typename S>
 void move_line(const float* from, int64_t count, S* to) {
   if constexpr (std::is_same_v<S, float>)
@@ -85,32 +48,6 @@ void move_line(const float* from, int64_t count, S* to) {
   else
     narrow_all(from, nullptr, count, to);
 }
-
-}  // namespace
-
-template <typename S>
-void patchify(const Patchify<S>& a) {
-  if (a.patch <= 0) return;
-  const int64_t patch = a.patch, grid = a.image / patch, image = a.image;
-  const int64_t area = patch * patch, patch_elements = a.channels * area;
-  // Each iteration of the loop handles one row of patches of one image.
-  for_rows(a.batch * grid, grid * patch_elements, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t b = row / grid, gy = row % grid;
-      for (int64_t gx = 0; gx < grid; ++gx) {
-        S* out = a.patches + (row * grid + gx) * patch_elements;
-        for (int64_t ch = 0; ch < a.channels; ++ch) {
-          const float* in = a.images + ((b * a.channels + ch) * image + gy * patch) * image + gx * patch;
-          for (int64_t y = 0; y < patch; ++y) {
-            move_line(in + y * image, patch, out + ch * area + y * patch);
-          }
-        }
-      }
-    }
-  });
-}
-
-namespace {
 
 template <typename S>
 GW_SIMD void assemble_image(const AssembleTokens<S>& a, int64_t b) {
@@ -154,6 +91,57 @@ GW_SIMD void reduce_columns(const AssembleTokensBackward<S>& a, int64_t begin, i
 }
 
 }  // namespace
+
+template <typename S>
+void split_heads(const Heads<S>& a) {
+  for_rows(a.batch, a.tokens * a.width(), [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) move_heads<true>(a, b);
+  });
+}
+
+template <typename S>
+void merge_heads(const Heads<S>& a) {
+  for_rows(a.batch, a.tokens * a.width(), [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) move_heads<false>(a, b);
+  });
+}
+
+template <typename S>
+void column_sum(const ColumnSum<S>& a) {
+  for (int64_t i = 0; i < a.batch; ++i) {
+    float* const partial_sums = a.workspace + i * column_sum_workspace(a.rows, a.width);
+    sum_chunks(a.rows, a.width, partial_sums, [&](int64_t begin, int64_t end, float* partial) {
+      add_rows(a.x + i * a.stride + begin * a.width, end - begin, a.width, partial);
+    });
+  }
+  if (!a.partial_only) combine_partial_sums(a.sums());
+}
+
+void combine_sums(const CombineSums& a) {
+  for (const PartialSums& of : a.of) combine_partial_sums(of);
+}
+
+template <typename S>
+void patchify(const Patchify<S>& a) {
+  if (a.patch <= 0) return;
+  const int64_t patch = a.patch, grid = a.image / patch, image = a.image;
+  const int64_t area = patch * patch, patch_elements = a.channels * area;
+  // Each iteration of the loop handles one row of patches of one image.
+  for_rows(a.batch * grid, grid * patch_elements, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t b = row / grid, gy = row % grid;
+      for (int64_t gx = 0; gx < grid; ++gx) {
+        S* out = a.patches + (row * grid + gx) * patch_elements;
+        for (int64_t ch = 0; ch < a.channels; ++ch) {
+          const float* in = a.images + ((b * a.channels + ch) * image + gy * patch) * image + gx * patch;
+          for (int64_t y = 0; y < patch; ++y) {
+            move_line(in + y * image, patch, out + ch * area + y * patch);
+          }
+        }
+      }
+    }
+  });
+}
 
 template <typename S>
 void assemble_tokens(const AssembleTokens<S>& a) {

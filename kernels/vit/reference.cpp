@@ -32,6 +32,63 @@ void each_element(const Heads<S>& a, const Move& move) {
   }
 }
 
+constexpr double kPi = 3.14159265358979323846;
+
+double phi_cdf(double x, Gelu form) {
+  // The tanh form is (1 + tanh(u)) / 2, computed without cancellation.
+  const double u = std::sqrt(2.0 / kPi) * (x + 0.044715 * x * x * x);
+  if (form == Gelu::tanh) return 1.0 / (1.0 + std::exp(-2.0 * u));
+  return 0.5 * std::erfc(-x / std::sqrt(2.0));
+}
+double phi_density(double x, Gelu form) {
+  if (form == Gelu::tanh) {
+    const double slope = std::sqrt(2.0 / kPi) * (1.0 + 3.0 * 0.044715 * x * x);
+    return 2.0 * slope * phi_cdf(x, form) * phi_cdf(-x, form);
+  }
+  return std::exp(-0.5 * x * x) / std::sqrt(2.0 * kPi);
+}
+
+// One head of one image; parts 0, 1 and 2 are Q, K and V.
+template <typename Args>
+struct Head {
+  const Args& a;
+  int64_t image, head;
+
+  int64_t width() const { return a.heads * a.head_dim; }
+  int64_t of_qkv(int64_t token, int64_t part, int64_t d) const {
+    return ((image * a.tokens + token) * 3 + part) * width() + head * a.head_dim + d;
+  }
+  int64_t of_merged(int64_t token, int64_t d) const {
+    return (image * a.tokens + token) * width() + head * a.head_dim + d;
+  }
+  float* statistics(float* all, int64_t token) const {
+    return all + 2 * ((image * a.heads + head) * a.tokens + token);
+  }
+  // Returns the softmax of the scaled scores of a token's query with all keys; sets `greatest` to the largest
+  // score and `sum` to the sum of the exponentials.
+  std::vector<double> weights(int64_t token, double& greatest, double& sum) const {
+    std::vector<double> out(static_cast<size_t>(a.tokens));
+    for (int64_t key = 0; key < a.tokens; ++key) {
+      double dot = 0.0;
+      for (int64_t d = 0; d < a.head_dim; ++d)
+        dot += static_cast<double>(widen(a.qkv[of_qkv(token, 0, d)])) * widen(a.qkv[of_qkv(key, 1, d)]);
+      out[static_cast<size_t>(key)] = dot / std::sqrt(static_cast<double>(a.head_dim));
+    }
+    greatest = *std::max_element(out.begin(), out.end());
+    sum = 0.0;
+    for (double& x : out) sum += x = std::exp(x - greatest);
+    for (double& x : out) x /= sum;
+    return out;
+  }
+};
+
+template <typename Args, typename Call>
+void for_heads(const Args& a, const Call& call) {
+  for (int64_t image = 0; image < a.batch; ++image) {
+    for (int64_t head = 0; head < a.heads; ++head) call(Head<Args>{a, image, head});
+  }
+}
+
 }  // namespace
 
 template <typename S>
@@ -69,26 +126,6 @@ void combine_sums(const CombineSums& a) {
     }
   }
 }
-
-namespace {
-
-constexpr double kPi = 3.14159265358979323846;
-
-double phi_cdf(double x, Gelu form) {
-  // The tanh form is (1 + tanh(u)) / 2, computed without cancellation.
-  const double u = std::sqrt(2.0 / kPi) * (x + 0.044715 * x * x * x);
-  if (form == Gelu::tanh) return 1.0 / (1.0 + std::exp(-2.0 * u));
-  return 0.5 * std::erfc(-x / std::sqrt(2.0));
-}
-double phi_density(double x, Gelu form) {
-  if (form == Gelu::tanh) {
-    const double slope = std::sqrt(2.0 / kPi) * (1.0 + 3.0 * 0.044715 * x * x);
-    return 2.0 * slope * phi_cdf(x, form) * phi_cdf(-x, form);
-  }
-  return std::exp(-0.5 * x * x) / std::sqrt(2.0 * kPi);
-}
-
-}  // namespace
 
 template <typename S>
 void bias_gelu(const BiasGelu<S>& a) {
@@ -287,51 +324,6 @@ void cross_entropy(const CrossEntropy<S>& a) {
 }
 
 GW_INSTANTIATE_OP(cross_entropy, CrossEntropy)
-
-namespace {
-
-// One head of one image; parts 0, 1 and 2 are Q, K and V.
-template <typename Args>
-struct Head {
-  const Args& a;
-  int64_t image, head;
-
-  int64_t width() const { return a.heads * a.head_dim; }
-  int64_t of_qkv(int64_t token, int64_t part, int64_t d) const {
-    return ((image * a.tokens + token) * 3 + part) * width() + head * a.head_dim + d;
-  }
-  int64_t of_merged(int64_t token, int64_t d) const {
-    return (image * a.tokens + token) * width() + head * a.head_dim + d;
-  }
-  float* statistics(float* all, int64_t token) const {
-    return all + 2 * ((image * a.heads + head) * a.tokens + token);
-  }
-  // Returns the softmax of the scaled scores of a token's query with all keys; sets `greatest` to the largest
-  // score and `sum` to the sum of the exponentials.
-  std::vector<double> weights(int64_t token, double& greatest, double& sum) const {
-    std::vector<double> out(static_cast<size_t>(a.tokens));
-    for (int64_t key = 0; key < a.tokens; ++key) {
-      double dot = 0.0;
-      for (int64_t d = 0; d < a.head_dim; ++d)
-        dot += static_cast<double>(widen(a.qkv[of_qkv(token, 0, d)])) * widen(a.qkv[of_qkv(key, 1, d)]);
-      out[static_cast<size_t>(key)] = dot / std::sqrt(static_cast<double>(a.head_dim));
-    }
-    greatest = *std::max_element(out.begin(), out.end());
-    sum = 0.0;
-    for (double& x : out) sum += x = std::exp(x - greatest);
-    for (double& x : out) x /= sum;
-    return out;
-  }
-};
-
-template <typename Args, typename Call>
-void for_heads(const Args& a, const Call& call) {
-  for (int64_t image = 0; image < a.batch; ++image) {
-    for (int64_t head = 0; head < a.heads; ++head) call(Head<Args>{a, image, head});
-  }
-}
-
-}  // namespace
 
 template <typename S>
 void attention(const Attention<S>& a) {

@@ -130,23 +130,6 @@ GW_SIMD void backward_rows(const SoftmaxBackward<S>& a, int64_t begin, int64_t e
                      });
 }
 
-}  // namespace
-
-template <typename S>
-void softmax(const Softmax<S>& a) {
-  for_rows(a.rows, a.ld, [&](int64_t begin, int64_t end) { forward_rows(a, begin, end); });
-}
-
-template <typename S>
-void softmax_backward(const SoftmaxBackward<S>& a) {
-  for_rows(a.rows, a.ld, [&](int64_t begin, int64_t end) { backward_rows(a, begin, end); });
-}
-
-GW_INSTANTIATE_OP(softmax, Softmax)
-GW_INSTANTIATE_OP(softmax_backward, SoftmaxBackward)
-
-namespace {
-
 template <typename S>
 GW_SIMD void loss_rows(const CrossEntropy<S>& a, int64_t begin, int64_t end) {
   const int64_t classes = a.classes;
@@ -190,6 +173,19 @@ GW_SIMD void loss_rows(const CrossEntropy<S>& a, int64_t begin, int64_t end) {
 }
 
 }  // namespace
+
+template <typename S>
+void softmax(const Softmax<S>& a) {
+  for_rows(a.rows, a.ld, [&](int64_t begin, int64_t end) { forward_rows(a, begin, end); });
+}
+
+template <typename S>
+void softmax_backward(const SoftmaxBackward<S>& a) {
+  for_rows(a.rows, a.ld, [&](int64_t begin, int64_t end) { backward_rows(a, begin, end); });
+}
+
+GW_INSTANTIATE_OP(softmax, Softmax)
+GW_INSTANTIATE_OP(softmax_backward, SoftmaxBackward)
 
 template <typename S>
 void cross_entropy(const CrossEntropy<S>& a) {

@@ -147,23 +147,17 @@ GW_SIMD void decode_piece(const HostBlocks& f, const Decode& a, bool stream, int
   if (stream) stream_fence();
 }
 
-// Calls piece(first, last) for ranges that cover the blocks of `count` values, from several threads.
-template <typename Piece>
-void for_pieces(const HostBlocks& f, int64_t count, const Piece& piece) {
-  parallel_for((count + f.block - 1) / f.block, std::max<int64_t>(1, kPiece / f.block), piece);
-}
-
 }  // namespace
 
-void reduce_encode_blocks(const HostBlocks& format, const ReduceEncode& a) {
-  for_pieces(format, a.count,
-             [&](int64_t first, int64_t last) { reduce_encode_piece(format, a, first, last); });
+void reduce_encode_blocks(const HostBlocks& f, const ReduceEncode& a) {
+  parallel_for((a.count + f.block - 1) / f.block, std::max<int64_t>(1, kPiece / f.block),
+               [&](int64_t first, int64_t last) { reduce_encode_piece(f, a, first, last); });
 }
 
-void decode_blocks(const HostBlocks& format, const Decode& a) {
+void decode_blocks(const HostBlocks& f, const Decode& a) {
   const bool stream = streams(a.out, a.count * int64_t{sizeof(float)});
-  for_pieces(format, a.count,
-             [&](int64_t first, int64_t last) { decode_piece(format, a, stream, first, last); });
+  parallel_for((a.count + f.block - 1) / f.block, std::max<int64_t>(1, kPiece / f.block),
+               [&](int64_t first, int64_t last) { decode_piece(f, a, stream, first, last); });
 }
 
 }  // namespace gradwire::host

@@ -39,8 +39,8 @@ GW_INLINE const uint16_t* random_bits(uint64_t seed, uint64_t step, uint64_t fir
     if (static_cast<uint32_t>(element) == 0) key = rounding_key(seed, step, element);
     const U32x8 numbers = U32x8{0, 1, 2, 3, 4, 5, 6, 7} + rounding_word_of(element);
     const U32x8 words = rounding_word(key, numbers);
-    store(buffer + i, to_u16(words & 0xffffu));
-    store(buffer + i + kWidth, to_u16(words >> 16));
+    store(buffer + i, __builtin_convertvector(words & 0xffffu, U16x8));
+    store(buffer + i + kWidth, __builtin_convertvector(words >> 16, U16x8));
   }
   return buffer + shift;
 }
@@ -183,8 +183,7 @@ void decode_blocks(const HostBlocks& format, const Decode& a);
 // Returns the number of values in block `block`.
 template <typename F>
 GW_INLINE int values_in(const BlockCoder<F>& coder, int64_t count, int64_t block) {
-  const int64_t left = count - block * coder.block();
-  return left < coder.block() ? static_cast<int>(left) : coder.block();
+  return static_cast<int>(std::min<int64_t>(coder.block(), count - block * coder.block()));
 }
 
 namespace {  // internal to each file: the compiler clones these functions for each instruction set
@@ -309,29 +308,23 @@ struct BlockLoops {
     }
     return true;
   }
-  // Returns whether all values were encoded.
-  GW_INLINE static bool encode_fast(const BlockCoder<F>& coder, const float* values, int64_t count,
-                                    int64_t first, int64_t last, const uint16_t* random, uint8_t* wire,
-                                    float* residual) {
-    if (coder.rotates()) {
-      if constexpr (reports_rotated<F>) {
-        return last * coder.block() <= count &&
-               encode_rotated(coder, values, count, first, last, random, wire, residual);
-      }
-    } else if constexpr (encodes_runs<F>) {
-      return whole_run(coder, count, first, last) &&
-             kLane.encode_run(coder.format, values, random, coder.place(wire, count, first),
-                              KeepRest{values, residual});
-    }
-    return false;
-  }
   GW_INLINE static void encode_with_residual(const void* its_coder, const float* values, int64_t count,
                                              int64_t first, int64_t last, const uint16_t* random,
                                              uint8_t* wire, float* residual) {
     alignas(64) float sent[std::max(F::kMaxBlock, OneLane<V>::kRun)];
     const BlockCoder<F> coder = *static_cast<const BlockCoder<F>*>(its_coder);
-    if (encode_fast(coder, values, count, first, last, random, wire, residual)) return;
     const int n = coder.block();
+    if (coder.rotates()) {
+      if constexpr (reports_rotated<F>) {
+        if (last * n <= count && encode_rotated(coder, values, count, first, last, random, wire, residual))
+          return;
+      }
+    } else if constexpr (encodes_runs<F>) {
+      if (whole_run(coder, count, first, last) &&
+          kLane.encode_run(coder.format, values, random, coder.place(wire, count, first),
+                           KeepRest{values, residual}))
+        return;
+    }
     if (!takes_sink<F> || coder.rotates()) {
       compiled<V, BlockLoops::encode>(its_coder, values, count, first, last, random, wire);
       compiled<V, BlockLoops::decode>(its_coder, static_cast<const uint8_t*>(wire), count, first, last,
@@ -378,9 +371,14 @@ GW_INLINE void encode_own(const void* its_coder, const ReduceEncode* its_args, i
 template <typename F, typename V>
 HostBlocks host_blocks(const BlockCoder<F>& coder) {
   using Loops = BlockLoops<F, V>;
-  HostBlocks blocks{&coder, coder.block(), F::kStochastic, coder.far(), nullptr, nullptr, nullptr, nullptr};
-  blocks.encode = compiled<V, Loops::encode>;
-  blocks.decode = compiled<V, Loops::decode>;
+  HostBlocks blocks{&coder,
+                    coder.block(),
+                    F::kStochastic,
+                    coder.far(),
+                    compiled<V, Loops::encode>,
+                    nullptr,
+                    nullptr,
+                    compiled<V, Loops::decode>};
   if constexpr (std::is_same_v<F, TopK>) blocks.encode_own = compiled<V, encode_own<V>>;
   if constexpr (takes_sink<F> || encodes_runs<F> || reports_rotated<F>) {
     if (!coder.rotates() || reports_rotated<F>)

@@ -34,32 +34,33 @@ template <typename V>
 GW_INLINE auto magnitudes(const V& x) {
   return words_of(x) & 0x7fffffffu;
 }
-GW_INLINE F32x8 floats_of(const U32x8& words) {
-  return std::bit_cast<F32x8>(words);
+template <typename Words>
+GW_INLINE auto floats_of(const Words& words) {
+  return std::bit_cast<std::conditional_t<sizeof(Words) == sizeof(F32x8), F32x8, WideF32>>(words);
 }
 GW_INLINE F32x8 with_sign_of(const F32x8& magnitude, const F32x8& x) {
   return floats_of(words_of(magnitude) | (words_of(x) & 0x80000000u));
 }
 
-// Replaces infinity by the largest finite float of its sign.
-GW_INLINE F32x8 saturated(const F32x8& x) {
-  return floats_of(words_of(x) + std::bit_cast<U32x8>(magnitudes(x) == 0x7f800000u));
-}
-
 #ifdef GW_WIDE
 inline constexpr int kRoundAsSet = 4;
-GW_INLINE WideF32 floats_of(const WideU32& words) {
-  return std::bit_cast<WideF32>(words);
-}
-GW_INLINE WideF32 saturated(const WideF32& x) {
-  constexpr int kLeastMagnitude = 2;  // with the sign of the first operand
-  return __builtin_ia32_rangeps512_mask(x, WideF32{} + 0x1.fffffep127f, kLeastMagnitude, x, -1, kRoundAsSet);
-}
 GW_INLINE WideU32 larger(const WideU32& a, const WideU32& b) {
   return std::bit_cast<WideU32>(
       __builtin_ia32_pmaxud512_mask(std::bit_cast<WideI32>(a), std::bit_cast<WideI32>(b), WideI32{}, -1));
 }
 #endif
+
+// Replaces infinity by the largest finite float of its sign.
+template <typename V>
+GW_INLINE V saturated(const V& x) {
+#ifdef GW_WIDE
+  constexpr int kLeastMagnitude = 2;  // with the sign of the first operand
+  if constexpr (kLanes<V> == 16)
+    return __builtin_ia32_rangeps512_mask(x, V{} + 0x1.fffffep127f, kLeastMagnitude, x, -1, kRoundAsSet);
+  else
+#endif
+    return floats_of(words_of(x) + std::bit_cast<typename Lanes<V>::U32>(magnitudes(x) == 0x7f800000u));
+}
 
 // The layouts of codes.h. (GCC 12 converts vectors of bytes to vectors of words byte by byte.)
 
@@ -171,7 +172,7 @@ GW_INLINE F32x8 round_to_small(const F32x8& x, const uint16_t* random, U32x8& co
   const F32x8 least = F32x8{} + bits_float(Float::kMin);
   const I32x8 low = floats_of(magnitude) < least;
   const U32x8 bits = words_of(floats_of(magnitude) + blend(low, least, F32x8{}));
-  const U32x8 draws = to_u32(load<U16x8>(random)) << (Float::kDropped - 16);
+  const U32x8 draws = __builtin_convertvector(load<U16x8>(random), U32x8) << (Float::kDropped - 16);
   codes = ((bits + draws) >> Float::kDropped) - ((Float::kMin >> Float::kDropped) - Float::kOne) -
           (std::bit_cast<U32x8>(low) & Float::kOne);
   return small_values<Float>(codes);
@@ -187,21 +188,21 @@ GW_INLINE U32x8 e8m0_scales(const U32x8& bits, int exponent, float fraction) {
 
 // Returns y and y's partners, whose lane differs in bit kBit, as sums where the bit is 0 and as differences
 // where it is 1.
-template <int kBit>
-GW_INLINE F32x8 butterfly(const F32x8& y) {
-  const I32x8 index = Lanes<F32x8>::kIndex;
-  const U32x8 minus = std::bit_cast<U32x8>((index & kBit) != 0) & 0x80000000u;
-  return __builtin_shuffle(y, index ^ kBit) + floats_of(words_of(y) ^ minus);
-}
+template <int kBit, typename V>
+GW_INLINE V butterfly(const V& y) {
+  const auto index = Lanes<V>::kIndex;
+  const V partner = __builtin_shuffle(y, index ^ kBit);
 #ifdef GW_WIDE
-template <int kBit>
-GW_INLINE WideF32 butterfly(const WideF32& y) {
-  const WideI32 index = Lanes<WideF32>::kIndex;
-  const WideF32 sign = (index & kBit) != 0 ? WideF32{} - 1.0f : WideF32{} + 1.0f;
-  // The product is exact, so this rounds once, as an addition does.
-  return __builtin_ia32_vfmaddps512_mask(y, sign, __builtin_shuffle(y, index ^ kBit), -1, kRoundAsSet);
-}
+  if constexpr (kLanes<V> == 16) {  // the product is exact, so this rounds once, as an addition does
+    const V sign = (index & kBit) != 0 ? V{} - 1.0f : V{} + 1.0f;
+    return __builtin_ia32_vfmaddps512_mask(y, sign, partner, -1, kRoundAsSet);
+  } else
 #endif
+  {
+    const auto minus = std::bit_cast<U32x8>((index & kBit) != 0) & 0x80000000u;
+    return partner + floats_of(words_of(y) ^ minus);
+  }
+}
 
 // V: the vector that holds values.
 template <typename V>

@@ -27,21 +27,6 @@ GW_SIMD void reduce_piece(const Reduce& a, int64_t begin, int64_t end) {
   if (i < end) reduce(i, end - i);
 }
 
-}  // namespace
-
-void fp32_reduce(const Reduce& a) {
-  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) { reduce_piece(a, begin, end); });
-}
-
-// The BF16 wire format on the host: eight elements at a time, in one pass, on all cores.
-//
-// Bytes per element: as in the header. The lines of a small result are prefetched before they are written. A
-// large result, and the encoding of a large gradient, are written past the caches. Limit: memory; with
-// stochastic rounding, the random generator. Alignment: any. Deterministic: each element depends on its
-// inputs only. The bits equal the scalar reference's bits.
-
-namespace {
-
 constexpr int kRun = 128;  // elements per batch of random bits
 // Distance of software prefetching: the hardware prefetcher falls behind when two streams are read and two
 // are written.
@@ -51,24 +36,16 @@ GW_INLINE F32x8 decode(const void* wire, int64_t i) {
   return widen_bf16<F32x8>(load<U16x8>(static_cast<const uint16_t*>(wire) + i));
 }
 
-// Returns the encoding of eight sums, as words. `add` is added to the lower half before truncation.
-GW_INLINE U32x8 round_bits(const F32x8& s, const U32x8& add) {
+// Writes `wire`, `residual` and `out` for eight sums. `add` is added to the lower half before truncation.
+GW_INLINE void finish(const F32x8& s, const U32x8& add, uint16_t* wire, float* residual, float unit,
+                      float* out, float scale, bool stream_wire) {
   U32x8 x = words_of(s), top = (x + add) >> 16;
   top = (top & 0x7f80u) == 0x7f80u ? top - 1 : top;  // saturates finite values
   U32x8 kept = (x >> 16) | ((x & 0x007fffffu) != 0 ? U32x8{} + 0x0040u : U32x8{});
-  return (x & 0x7f800000u) == 0x7f800000u ? kept : top;
-}
-
-// Writes `wire`, `residual` and `out` for eight sums.
-GW_INLINE void finish(const F32x8& s, const U32x8& add, uint16_t* wire, float* residual, float unit,
-                      float* out, float scale, bool stream_wire) {
-  U32x8 bits = round_bits(s, add);
-  F32x8 sent = std::bit_cast<F32x8>(bits << 16);
-  if (stream_wire) {
-    stream_store(wire, to_u16(bits));
-  } else {
-    store(wire, to_u16(bits));
-  }
+  const U32x8 bits = (x & 0x7f800000u) == 0x7f800000u ? kept : top;
+  const F32x8 sent = std::bit_cast<F32x8>(bits << 16);
+  stream_wire ? stream_store(wire, __builtin_convertvector(bits, U16x8))
+              : store(wire, __builtin_convertvector(bits, U16x8));
   if (residual != nullptr) {
     const F32x8 rest = unit * (s - sent);
     store(residual, blend(finite_lanes(rest), rest, F32x8{}));
@@ -106,7 +83,7 @@ GW_INLINE void encode_sums(const ReduceEncode& a, const Sum& sum, float* residua
   for (int64_t run = 0; run < count; run += kRun) {
     const uint16_t* random = random_bits(seed, step, first + static_cast<uint64_t>(run), kRun, buffer);
     for (int64_t i = run; i < std::min(count, run + kRun); i += kWidth) {
-      U32x8 add = to_u32(load<U16x8>(random + (i - run)));
+      U32x8 add = __builtin_convertvector(load<U16x8>(random + (i - run)), U32x8);
       finish(sum(i), add, wire + i, at(residual, i), unit, at(out, i), scale, stream_wire);
     }
   }
@@ -153,15 +130,15 @@ void piece(const ReduceEncode& a, bool stream_wire) {
   }
 }
 
-GW_SIMD void decode_piece(const uint16_t* wire, float* out, float scale, int64_t count) {
+// Decodes a piece, past the caches if `stream`: then `out` is 16-byte aligned.
+GW_SIMD void decode_piece(const uint16_t* wire, float* out, float scale, int64_t count, bool stream) {
+  int64_t done = 0;
+  if (stream) {
+    for (; done + kWidth <= count; done += kWidth) stream_store(out + done, scale * decode(wire, done));
+    stream_fence();
+  }
 #pragma omp simd
-  for (int64_t i = 0; i < count; ++i) out[i] = scale * bf16_to_float(wire[i]);
-}
-
-// Decodes a piece past the caches. `count` is a multiple of the vector's width, and `out` is 16-byte aligned.
-GW_SIMD void decode_piece_past_caches(const uint16_t* wire, float* out, float scale, int64_t count) {
-  for (int64_t i = 0; i < count; i += kWidth) stream_store(out + i, scale * decode(wire, i));
-  stream_fence();
+  for (int64_t i = done; i < count; ++i) out[i] = scale * bf16_to_float(wire[i]);
 }
 
 // Does the same as forget_not_finite() of block_host.h, but tests the encoding, because it stays in a cache
@@ -214,6 +191,17 @@ void short_piece(const ReduceEncode& a) {
 
 }  // namespace
 
+void fp32_reduce(const Reduce& a) {
+  parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) { reduce_piece(a, begin, end); });
+}
+
+// The BF16 wire format on the host: eight elements at a time, in one pass, on all cores.
+//
+// Bytes per element: as in the header. The lines of a small result are prefetched before they are written. A
+// large result, and the encoding of a large gradient, are written past the caches. Limit: memory; with
+// stochastic rounding, the random generator. Alignment: any. Deterministic: each element depends on its
+// inputs only. The bits equal the scalar reference's bits.
+
 void bf16_reduce_encode(const ReduceEncode& a) {
   const bool stream_wire = a.wire != nullptr && streams(a.wire, a.count * int64_t{sizeof(uint16_t)});
   parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
@@ -228,12 +216,7 @@ void bf16_decode(const Decode& a) {
   const bool stream = streams(a.out, a.count * int64_t{sizeof(float)});
   parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {
     if (a.residual != nullptr) forget_not_finite_in(wire + begin, a.residual + begin, end - begin);
-    if (stream) {
-      int64_t whole = (end - begin) / kWidth * kWidth;
-      decode_piece_past_caches(wire + begin, a.out + begin, a.scale, whole);
-      begin += whole;
-    }
-    decode_piece(wire + begin, a.out + begin, a.scale, end - begin);
+    decode_piece(wire + begin, a.out + begin, a.scale, end - begin, stream);
   });
 }
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <mutex>
@@ -15,11 +16,9 @@
 namespace gradwire {
 
 bool FormatOption::set(std::string_view text) const {
-  for (size_t i = 0; i < words.size(); ++i) {
-    if (text == words[i]) {
-      *value = static_cast<int>(i);
-      return true;
-    }
+  if (const auto word = std::ranges::find(words, text); word != words.end()) {
+    *value = static_cast<int>(word - words.begin());
+    return true;
   }
   const auto number = parse_number<int>(text, least, most);
   if (!words.empty() || !number || (power_of_two && (*number & (*number - 1)) != 0)) return false;
@@ -203,10 +202,9 @@ Wire add_wire_format(std::unique_ptr<const WireFormat> format) {
 }
 
 Wire find_wire_format(std::string_view name) {
-  for (Wire format : wire_formats()) {
-    if (format->name == name) return format;
-  }
-  return nullptr;
+  const auto all = wire_formats();
+  const auto at = std::ranges::find(all, name, &WireFormat::name);
+  return at != all.end() ? *at : nullptr;
 }
 
 Wire intern_wire_format(WireFormat& variant) {

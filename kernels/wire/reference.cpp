@@ -48,10 +48,6 @@ uint32_t random_of(const WireRounding& rounding, int64_t i) {
   return random16(rounding.seed, step_of(rounding), static_cast<uint64_t>(rounding.first_element + i));
 }
 
-float bf16_value(const void* wire, int64_t i) {
-  return bf16_to_float(static_cast<const uint16_t*>(wire)[i]);
-}
-
 struct ScalarLanes {
   template <typename Body>
   void each(int n, const Body& body) const {
@@ -158,7 +154,8 @@ void fp32_reduce(const Reduce& a) {
 void bf16_reduce_encode(const ReduceEncode& a) {
   auto* wire = static_cast<uint16_t*>(a.wire);
   for (int64_t i = 0; i < a.count; ++i) {
-    const float s = sum_at(a, i, [&](int k) { return bf16_value(a.inputs[k], i); });
+    const float s =
+        sum_at(a, i, [&](int k) { return bf16_to_float(static_cast<const uint16_t*>(a.inputs[k])[i]); });
     if (wire != nullptr) {
       wire[i] = a.rounding.mode == Rounding::nearest ? float_to_bf16_nearest(s)
                                                      : float_to_bf16_stochastic(s, random_of(a.rounding, i));
@@ -169,7 +166,8 @@ void bf16_reduce_encode(const ReduceEncode& a) {
 }
 
 void bf16_decode(const Decode& a) {
-  for (int64_t i = 0; i < a.count; ++i) put_decoded(a, i, bf16_value(a.wire, i));
+  const auto* wire = static_cast<const uint16_t*>(a.wire);
+  for (int64_t i = 0; i < a.count; ++i) put_decoded(a, i, bf16_to_float(wire[i]));
 }
 
 #define GW_DEFINE(F, NAME)                                                \

@@ -54,9 +54,9 @@ class GuardedBytes {
     return data();
   }
   bool intact() const {
-    const auto is_guard = [](uint8_t byte) { return byte == kGuard; };
-    return std::all_of(memory_.get(), memory_.get() + guard_, is_guard) &&
-           std::all_of(data() + size_, data() + size_ + guard_, is_guard);
+    const std::vector<uint8_t> guard(guard_, kGuard);
+    return std::memcmp(memory_.get(), guard.data(), guard_) == 0 &&
+           std::memcmp(data() + size_, guard.data(), guard_) == 0;
   }
   uint8_t* data() const { return memory_.get() + guard_; }
 
@@ -279,12 +279,6 @@ void RegisteredFormat::try_out() const {
   require_all_written(fmt::format("wire format '{}': decode", name), results, sizeof(float), "value");
 }
 
-bool is_name(const std::string& name) {
-  return !name.empty() && name.size() <= 64 && std::all_of(name.begin(), name.end(), [](char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
-  });
-}
-
 }  // namespace
 
 bool in_format_callback() {
@@ -293,7 +287,8 @@ bool in_format_callback() {
 
 void register_wire_format(const std::string& name, int64_t block, int64_t bytes,
                           const FormatCallbacks& callbacks) {
-  if (!is_name(name)) {
+  constexpr const char* kInNames = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_";
+  if (name.empty() || name.size() > 64 || name.find_first_not_of(kInNames) != std::string::npos) {
     throw BadInput("wire format '{}': a name has 1 to 64 letters, digits and '_', and nothing else", name);
   }
   const auto check = [&](const char* what, int64_t value, int64_t most, const char* unit) {

@@ -217,14 +217,14 @@ RANK_PROGRAM(TrainsElastically) {
   if (me.rank < launched) {
     Me first = me;
     first.world = launched;
-    return run_training(config, data, watcher, join(first).get());
+    return run_training(config, data, {{&watcher}}, join(first).get());
   }
   wait_for_file(call_path(folder, me.rank));
   const std::vector<Fate> fates = fates_of(me.option("fates"));
   const auto mine = std::find_if(fates.begin(), fates.end(), [&](const Fate& fate) {
     return fate.what.starts_with("join") && fate.rank == me.rank;
   });
-  join_training(config, data, watcher, [&](const std::string& about) {
+  join_training(config, data, {{&watcher}}, [&](const std::string& about) {
     if (mine->what == "join-guesses") setenv("GRADWIRE_SECRET", "a guess", 1);
     if (mine->what == "join-stops-waiting") {
       std::thread([] {
@@ -349,8 +349,7 @@ void expect_checkpoints(const Trained& trained, int world, const TrainConfig& re
   TrainConfig resumed = rest;
   resumed.resume = trained.checkpoint(step);
   EXPECT_EQ(checkpoint_world(resumed.resume), static_cast<int>(rest.devices.size()));
-  RunObserver nobody;
-  run_training(resumed, tiny_data(), nobody);
+  run_training(resumed, tiny_data(), {});
 }
 
 }  // namespace gradwire::testing

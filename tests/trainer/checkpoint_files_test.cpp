@@ -198,7 +198,7 @@ TEST(Checkpoint, DamagedFilesAreRejectedByNameOrChangeNothing) {
   c.checkpoint_directory = folder.path("run");
   c.checkpoint_every = 2;
   Recorder recorder;
-  run_training(c, make_synthetic(c.model, 38, 10, 1), recorder);
+  run_training(c, make_synthetic(c.model, 38, 10, 1), {{&recorder}});
   const std::string from = NewCheckpoint::final_path(folder.path("run"), 2);
   const std::vector<std::string> paths{weights_path(from), state_path(from, 0, 2), state_path(from, 1, 2)};
   const std::vector<Restored> sound = restore(c, 1, Device::host(), from);

@@ -175,7 +175,7 @@ TEST(Replan, RanksLeaveAFormatThatExceedsTheError) {
     const AutoCompression request = AutoCompression::parse("auto:error=0,allow=int8");
     const AutoPlan plan{.request = request, .choices = request.choices({25})};
     Plans seen;
-    run_training(config, data, seen, nullptr, &plan);
+    run_training(config, data, {{&seen}}, nullptr, &plan);
     ASSERT_GE(seen.replans.size(), 1u);
     const ReplanRecord& last = seen.replans.back();
     EXPECT_EQ(last.after, "--compression fp32 --bucket-mb 25");

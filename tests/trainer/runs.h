@@ -82,7 +82,7 @@ struct Recorder : RunObserver {
 
 inline Recorder train(const TrainConfig& config, const DataSplits& data) {
   Recorder recorder;
-  run_training(config, data, recorder);
+  run_training(config, data, {{&recorder}});
   return recorder;
 }
 

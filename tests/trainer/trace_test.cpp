@@ -71,7 +71,7 @@ class TraceTest : public ::testing::TestWithParam<Device> {
   uint64_t train(const TrainConfig& config, int64_t fails_at = -1) const {
     Ending observer;
     observer.fails_at = fails_at;
-    run_training(config, make_synthetic(config.model, 256, 8, 1), observer);
+    run_training(config, make_synthetic(config.model, 256, 8, 1), {{&observer}});
     return observer.hash;
   }
   Json read() const { return Json::parse(std::ifstream(folder_.path("trace.json"))); }

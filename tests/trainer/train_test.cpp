@@ -224,9 +224,9 @@ TEST_P(TrainTest, RejectsGraphsOfGpuRanksInOneProcess) {
   c.graph = true;
   Recorder recorder;
   if (GetParam().is_host()) {
-    EXPECT_NO_THROW(run_training(c, data_, recorder));
+    EXPECT_NO_THROW(run_training(c, data_, {{&recorder}}));
   } else {
-    EXPECT_THROW(run_training(c, data_, recorder), BadInput);
+    EXPECT_THROW(run_training(c, data_, {{&recorder}}), BadInput);
   }
 }
 
@@ -353,14 +353,15 @@ TEST_P(TrainTest, AnObserverThatThrowsEndsTheRunOnAllRanks) {
       if (s.step == 4) throw BadInput("enough");
     }
   } thrower;
-  EXPECT_EQ(expect_error<BadInput>([&] { run_training(config(4, "bf16"), data_, thrower); }, {}), "enough");
+  EXPECT_EQ(expect_error<BadInput>([&] { run_training(config(4, "bf16"), data_, {{&thrower}}); }, {}),
+            "enough");
 }
 
 TEST_P(TrainTest, FailuresInSetUpEndTheOtherRanks) {
   TrainConfig c = config(3);
   c.batch_size = 65;  // the shard of a rank has 64 images
   Recorder recorder;
-  EXPECT_THROW(run_training(c, data_, recorder), BadInput);
+  EXPECT_THROW(run_training(c, data_, {{&recorder}}), BadInput);
   EXPECT_EQ(recorder.runs, 0);
 }
 
@@ -404,7 +405,7 @@ TEST_P(TrainTest, RejectsInvalidConfigurations) {
            [](TrainConfig& c) { c.model.classes = 3; }, [](TrainConfig& c) { c.model.heads = 3; }}) {
     TrainConfig c = config(2);
     spoil(c);
-    EXPECT_THROW(run_training(c, data_, recorder), BadInput);
+    EXPECT_THROW(run_training(c, data_, {{&recorder}}), BadInput);
   }
 }
 

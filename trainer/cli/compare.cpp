@@ -145,16 +145,15 @@ void agree_on_earlier_runs(std::vector<PlannedRun>& runs, Communicator* comm) {
 std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const RunOptions& options,
                                 DataSplits data, Communicator* comm) {
   const bool prints = leads(options);
-  const auto earlier = std::count_if(runs.begin(), runs.end(), [](const auto& run) { return run.earlier; });
-  auto done = static_cast<size_t>(earlier);
   const bool logged = !runs.front().log.empty();
-  if (prints) set_final_text(compare_interruption(options, logged, done, runs.size()));
   std::vector<RunSummary> summaries;
   std::vector<double>
       seconds;  // durations of this call's runs; until the first run ends, of earlier calls' runs
   for (const PlannedRun& run : runs) {
     if (run.earlier) seconds.push_back(run.earlier->seconds);
   }
+  size_t done = seconds.size();
+  if (prints) set_final_text(compare_interruption(options, logged, done, runs.size()));
   bool first = true;
   uint64_t seed = runs.front().config.seed;
   for (size_t i = 0; i < runs.size(); ++i) {
@@ -169,20 +168,17 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const RunOp
       seed = run.config.seed;
       data = load_data(run.config.data, run.config.model, seed, run.config.global_batch());
     }
-    const auto train = [&](RunObserver& observer) { run_training(run.config, data, observer, comm); };
+    const auto train = [&](const RunObservers& all) { run_training(run.config, data, all, comm); };
     if (!prints) {
-      RunObserver silent;
-      train(silent);
+      train({});
       continue;
     }
     std::string text = fmt::format("\n{}{}", label, run.title);
     if (run.half) text += fmt::format("; an earlier run did not finish ({}); starting over", run.log);
     if (!seconds.empty()) {  // if the other runs take as long
-      const auto left = std::count_if(runs.begin() + static_cast<std::ptrdiff_t>(i), runs.end(),
-                                      [](const PlannedRun& each) { return !each.earlier; });
       const double mean =
           std::accumulate(seconds.begin(), seconds.end(), 0.0) / static_cast<double>(seconds.size());
-      text += fmt::format("; about {} left", human_seconds(mean * static_cast<double>(left)));
+      text += fmt::format("; about {} left", human_seconds(mean * static_cast<double>(runs.size() - done)));
     }
     say(text);
     summaries.push_back(

@@ -34,31 +34,6 @@
 #include "trainer/train/weight_shards.h"
 
 namespace gradwire {
-namespace {
-
-// Passes each record to several observers, in order.
-class Fan final : public RunObserver {
- public:
-  explicit Fan(std::vector<RunObserver*> observers) : observers_(std::move(observers)) {}
-  void on_run(const RunInfo& record) override { pass(&RunObserver::on_run, record); }
-  void on_step(const StepRecord& record) override { pass(&RunObserver::on_step, record); }
-  void on_waits(const WaitRecord& record) override { pass(&RunObserver::on_waits, record); }
-  void on_group(const GroupRecord& record) override { pass(&RunObserver::on_group, record); }
-  void on_replan(const ReplanRecord& record) override { pass(&RunObserver::on_replan, record); }
-  void on_eval(const EvalRecord& record) override { pass(&RunObserver::on_eval, record); }
-  void on_checkpoint(const CheckpointRecord& record) override { pass(&RunObserver::on_checkpoint, record); }
-  void on_end(const EndRecord& record) override { pass(&RunObserver::on_end, record); }
-
- private:
-  template <typename Record>
-  void pass(void (RunObserver::*on)(const Record&), const Record& record) {
-    for (RunObserver* observer : observers_) (observer->*on)(record);
-  }
-
-  std::vector<RunObserver*> observers_;
-};
-
-}  // namespace
 
 void say(const std::string& text) {
   std::printf("%s\n", text.c_str());
@@ -148,22 +123,21 @@ void choose_automatically(Resolved& run, const RunOptions& o, const AutoPlan& pl
 }  // namespace
 
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
-                    const std::function<void(RunObserver&)>& train) {
+                    const std::function<void(const RunObservers&)>& train) {
   Summarizer summarizer;
   std::unique_ptr<RunLog> log;
-  std::vector<RunObserver*> observers;
+  RunObservers observers;
   if (!output.log.empty()) {
     log = std::make_unique<RunLog>(output.log, config, data, output.choice);
-    observers.push_back(log.get());  // first observer, so that the file has each result before stdout
+    observers.all.push_back(log.get());  // first observer, so that the file has each result before stdout
   }
-  observers.push_back(&summarizer);
-  if (output.observer != nullptr) observers.push_back(output.observer);
+  observers.all.push_back(&summarizer);
+  if (output.observer != nullptr) observers.all.push_back(output.observer);
   auto start = std::chrono::steady_clock::now();
   {
     Console console(config, stdout, isatty(STDOUT_FILENO) == 1, output.log_every, output.label);
-    observers.push_back(&console);
-    Fan fan(observers);
-    train(fan);
+    observers.all.push_back(&console);
+    train(observers);
   }
   if (!summarizer.ended()) return {};
   RunSummary summary =
@@ -327,16 +301,15 @@ int train(const RunOptions& options) {
     if (plan && !run.chosen) choose_automatically(run, options, *plan, comm.get(), output);
     if (plan) plan->predicted = output.predicted;
   }
-  const auto train = [&](RunObserver& observer) {
+  const auto train = [&](const RunObservers& observers) {
     if (options.join.empty())
-      return run_training(run.config, run.data, observer, comm.get(), plan ? &*plan : nullptr);
-    join_training(run.config, run.data, observer,
+      return run_training(run.config, run.data, observers, comm.get(), plan ? &*plan : nullptr);
+    join_training(run.config, run.data, observers,
                   [&](const std::string& about) { return join_members(options, about); });
   };
   if (leads(options) || run.config.elastic)
     return run_once(run.config, run.data, output, train).diverged() ? kDiverged : kDone;
-  RunObserver silent;
-  train(silent);
+  train({});
   return kDone;
 }
 

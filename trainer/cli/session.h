@@ -35,7 +35,7 @@ struct RunOutput {
 // Calls `train`, with a log and a report on stdout on rank 0. With --elastic, call run_once() on every rank,
 // because each rank may have to replace rank 0. Ranks other than rank 0 print nothing.
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
-                    const std::function<void(RunObserver& observer)>& train);
+                    const std::function<void(const RunObservers& observers)>& train);
 
 // Returns the message if a signal ends `compare`: what was kept, and the command that continues it. After
 // `done` of `all` runs. `logged`: whether the runs have logs next to

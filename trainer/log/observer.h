@@ -191,4 +191,14 @@ class RunObserver {
   virtual void on_end(const EndRecord&) {}
 };
 
+// The observers of a run, which receive each record in this order.
+struct RunObservers {
+  std::vector<RunObserver*> all;
+
+  template <typename Record>
+  void tell(void (RunObserver::*on)(const Record&), const Record& record) const {
+    for (RunObserver* observer : all) (observer->*on)(record);
+  }
+};
+
 }  // namespace gradwire

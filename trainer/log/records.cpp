@@ -19,11 +19,10 @@ namespace {
 constexpr const char* kFirstMeasured = "parameters";
 
 // Adds pairs of a key and a value.
-void add(Json&) {}
 template <typename T, typename... Rest>
 void add(Json& json, const char* key, const T& value, const Rest&... rest) {
   json[key] = value;
-  add(json, rest...);
+  if constexpr (sizeof...(rest) > 0) add(json, rest...);
 }
 
 // Returns a record of a type, with pairs of a key and a value.

@@ -55,8 +55,7 @@ std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, 
   if (dropped > 0) clock["dropped_spans"] = dropped;
   add(json_text(metadata("process_sort_index", rank, 0, std::move(clock))));
   for (size_t row = 0; row < rows.size(); ++row) {
-    const bool used = std::any_of(spans.begin(), spans.end(), [&](auto& s) { return s.row == rows[row]; });
-    if (!used) continue;
+    if (std::ranges::count(spans, rows[row], &TraceSpan::row) == 0) continue;
     add(json_text(metadata("thread_name", rank, static_cast<int>(row), {{"name", rows[row]}})));
     add(json_text(metadata("thread_sort_index", rank, static_cast<int>(row), {{"sort_index", row}})));
   }

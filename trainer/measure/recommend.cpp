@@ -181,9 +181,7 @@ void copy_kernel_costs(const std::string& base, const std::string& text, StepCos
 }
 
 Prediction best_of(const std::vector<Prediction>& tried) {
-  auto best = std::min_element(tried.begin(), tried.end(), [](const Prediction& a, const Prediction& b) {
-    return a.step_ms < b.step_ms;
-  });
+  auto best = std::ranges::min_element(tried, {}, &Prediction::step_ms);
   const double limit = kDefaultIsAsGood * best->step_ms;
   for (auto it = tried.begin(); it != tried.end(); ++it) {
     if (it->bucket_mb == kDefaultBucketMb && it->step_ms <= limit) best = it;

@@ -72,8 +72,7 @@ double training_flops_per_image(const VitConfig& config) {
 
 VitIndex find_parameters(const std::vector<VitParameter>& parameters, int32_t depth) {
   auto find = [&](const std::string& name) {
-    auto at =
-        std::find_if(parameters.begin(), parameters.end(), [&](const auto& p) { return p.name == name; });
+    auto at = std::ranges::find(parameters, name, &VitParameter::name);
     if (at == parameters.end()) throw Error("Vit: no parameter named {}", name);
     return static_cast<int>(at - parameters.begin());
   };

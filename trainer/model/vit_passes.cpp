@@ -49,22 +49,20 @@ template <typename S>
 void TypedVitPasses<S>::lay_out(Arena& arena) {
   const int64_t b = options_.max_batch, t = config_.tokens(), c = config_.width;
   const int64_t rows = b * t;
-  auto take = [&](int64_t count) { return arena.template take<float>(count); };
-  auto take_operand = [&](int64_t count) { return arena.template take<S>(count); };
 
-  a_.patches = take_operand(b * (t - 1) * patch_elements());
+  a_.patches = arena.take<S>(b * (t - 1) * patch_elements());
   lay_out_layers(arena);
-  a_.x_last = options_.training ? take(rows * c) : a_.layers[0].x;
-  a_.features = take_operand(b * c);
-  a_.mean = take(b);
-  a_.rstd = take(b);
-  a_.logits = take(b * config_.classes);
-  a_.loss_workspace = take(2 * b);
-  a_.qkv = take_operand(rows * 3 * c);
-  if (!options_.fused_attention) a_.heads_out = take_operand(rows * c);
+  a_.x_last = options_.training ? arena.take<float>(rows * c) : a_.layers[0].x;
+  a_.features = arena.take<S>(b * c);
+  a_.mean = arena.take<float>(b);
+  a_.rstd = arena.take<float>(b);
+  a_.logits = arena.take<float>(b * config_.classes);
+  a_.loss_workspace = arena.take<float>(2 * b);
+  a_.qkv = arena.take<S>(rows * 3 * c);
+  if (!options_.fused_attention) a_.heads_out = arena.take<S>(rows * c);
   if constexpr (!kInPlace) {
-    a_.branch = take_operand(rows * c);
-    a_.scores = take(score_elements());
+    a_.branch = arena.take<S>(rows * c);
+    a_.scores = arena.take<float>(score_elements());
   }
   if (options_.training) lay_out_backward(arena);
 }
@@ -74,8 +72,6 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
 template <typename S>
 void TypedVitPasses<S>::lay_out_layers(Arena& arena) {
   const int64_t c = config_.width, f = config_.mlp, rows = options_.max_batch * config_.tokens();
-  auto take = [&](int64_t count) { return arena.template take<float>(count); };
-  auto take_operand = [&](int64_t count) { return arena.template take<S>(count); };
   for (size_t layer = a_.layers.size(); layer-- > 0;) {
     LayerActivations& l = a_.layers[layer];
     if (layer + 1 < a_.layers.size() && !options_.training) {
@@ -84,26 +80,26 @@ void TypedVitPasses<S>::lay_out_layers(Arena& arena) {
       l = a_.layers.back();
       continue;
     }
-    l.x = take(rows * c);
-    l.ln1 = take_operand(rows * c);
-    l.mean1 = take(rows);
-    l.rstd1 = take(rows);
+    l.x = arena.take<float>(rows * c);
+    l.ln1 = arena.take<S>(rows * c);
+    l.mean1 = arena.take<float>(rows);
+    l.rstd1 = arena.take<float>(rows);
     if (options_.fused_attention) {
-      l.qkv = take_operand(rows * 3 * c);
-      l.statistics = take(2 * rows * config_.heads);
+      l.qkv = arena.take<S>(rows * 3 * c);
+      l.statistics = arena.take<float>(2 * rows * config_.heads);
     } else {
-      l.q = take_operand(rows * c);
-      l.k = take_operand(rows * c);
-      l.v = take_operand(rows * c);
-      l.attention = take_operand(score_elements());
+      l.q = arena.take<S>(rows * c);
+      l.k = arena.take<S>(rows * c);
+      l.v = arena.take<S>(rows * c);
+      l.attention = arena.take<S>(score_elements());
     }
-    l.merged = take_operand(rows * c);
-    l.x_mid = take(rows * c);
-    l.ln2 = take_operand(rows * c);
-    l.mean2 = take(rows);
-    l.rstd2 = take(rows);
-    if (options_.training || !options_.fused_gelu) l.pre = l.d_pre = take_operand(rows * f);
-    l.gelu = take_operand(rows * f);
+    l.merged = arena.take<S>(rows * c);
+    l.x_mid = arena.take<float>(rows * c);
+    l.ln2 = arena.take<S>(rows * c);
+    l.mean2 = arena.take<float>(rows);
+    l.rstd2 = arena.take<float>(rows);
+    if (options_.training || !options_.fused_gelu) l.pre = l.d_pre = arena.take<S>(rows * f);
+    l.gelu = arena.take<S>(rows * f);
   }
 }
 
@@ -111,45 +107,45 @@ template <typename S>
 void TypedVitPasses<S>::lay_out_backward(Arena& arena) {
   const int64_t b = options_.max_batch, t = config_.tokens(), c = config_.width, f = config_.mlp;
   const int64_t rows = b * t;
-  auto take = [&](int64_t count) { return arena.template take<float>(count); };
-  auto take_operand = [&](int64_t count) { return arena.template take<S>(count); };
   // Element 0 of each slot has the alignment of operands within their arrays.
-  auto take_slots = [&](int64_t count) { return PerSlot<S>{take_operand(group_layers_ * count), count}; };
-  auto take_sums = [&](int64_t count) { return PerSlot<float>{take(group_layers_ * count), count}; };
+  auto take_slots = [&](int64_t count) { return PerSlot<S>{arena.take<S>(group_layers_ * count), count}; };
+  auto take_sums = [&](int64_t count) {
+    return PerSlot<float>{arena.take<float>(group_layers_ * count), count};
+  };
   if constexpr (kInPlace) {
     a_.d_logits = a_.logits;
   } else {
-    a_.d_logits = take_operand(b * config_.classes);
+    a_.d_logits = arena.take<S>(b * config_.classes);
   }
   if (!options_.fused_attention) {
     a_.d_qkv = take_slots(rows * 3 * c);
-    a_.dq = take_operand(rows * c);
-    a_.dk = take_operand(rows * c);
-    a_.dv = take_operand(rows * c);
-    a_.d_attention = take_operand(score_elements());
+    a_.dq = arena.take<S>(rows * c);
+    a_.dk = arena.take<S>(rows * c);
+    a_.dv = arena.take<S>(rows * c);
+    a_.d_attention = arena.take<S>(score_elements());
   }
-  a_.dx = take(rows * c);
+  a_.dx = arena.take<float>(rows * c);
   if (!kInPlace || group_layers_ > 1) {
     a_.dx_mlp = take_slots(rows * c);  // directly after dx, because both are cleared together
     a_.dx_attention = take_slots(rows * c);
   }
-  a_.d_branch = take_operand(rows * c);
-  a_.d_gelu = take_operand(rows * f);
+  a_.d_branch = arena.take<S>(rows * c);
+  a_.d_gelu = arena.take<S>(rows * f);
   if (options_.fused_gelu) {
     // A product cannot overwrite the input of its epilogue. Backward no longer reads the pre-activations of
     // the layer above, so reuse their memory.
     for (size_t layer = a_.layers.size(); layer-- > 1;) a_.layers[layer].pre = a_.layers[layer - 1].d_pre;
     a_.layers[0].pre = a_.d_gelu;
   }
-  a_.d_features = take_operand(b * c);
+  a_.d_features = arena.take<S>(b * c);
   a_.mlp0_sums = take_sums(column_sum_workspace(rows, f));
   a_.ln2_sums = take_sums(layer_norm_backward_workspace(rows, c));
   a_.in_sums = take_sums(options_.fused_attention ? attention_backward_workspace(b, t, c)
                                                   : column_sum_workspace(rows, 3 * c));
   a_.ln1_sums = take_sums(layer_norm_backward_workspace(rows, c));
-  a_.token_sums = take((t - 1) * c);
-  a_.head_bias_sums = take(column_sum_workspace(b, config_.classes));
-  a_.head_norm_sums = take(layer_norm_backward_workspace(b, c));
+  a_.token_sums = arena.take<float>((t - 1) * c);
+  a_.head_bias_sums = arena.take<float>(column_sum_workspace(b, config_.classes));
+  a_.head_norm_sums = arena.take<float>(layer_norm_backward_workspace(b, c));
 }
 
 bool fuses_attention(const Device& device, const VitConfig& config, Precision precision) {

@@ -142,8 +142,7 @@ class Tuner {
 NcclEstimate nccl_allreduce_estimate(const Cluster& cluster, int ranks, double bytes) {
   if (ranks == 1) return {"ring", "simple", 0};
   const std::vector<NcclEstimate> all = Tuner(cluster, ranks, bytes).all();
-  const auto best =
-      std::min_element(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.us < b.us; });
+  const auto best = std::ranges::min_element(all, {}, &NcclEstimate::us);
   if (best == all.end()) {
     throw BadInput(cluster.name +
                    ": nccl.algorithms and nccl.network_protocols leave NCCL no choice; add \"ring\" "

@@ -86,7 +86,7 @@ RankTrainer::RankTrainer(const TrainConfig& config, const SharedRun& shared, Com
               .groups = gradient_groups(config_, comm.device(), comm.world())}),
       optimizer_(config_, stream_, reducer_.owned(), optimizer_matrices(config_, layout_)),
       images_(part_of_batch(config_.micro_batch(), comm.rank(), comm.world())),
-      reporter_(config_, comm, reducer_, shared.reports, shared.observer, images_,
+      reporter_(config_, comm, reducer_, shared.reports, shared.observers, images_,
                 change != nullptr ? change->clock : RunReporter::Clock{}),
       steps_per_epoch_(loader_.batches_per_epoch() / config_.accumulate),
       graph_from_(first_graph_step(config_, comm, reducer_, start_.step)),
@@ -234,7 +234,7 @@ void RankTrainer::start_run() {
     record.seconds = took.count();
     record.buckets = reducer_.buckets();
     record.schedule = reducer_.schedule();
-    return shared_.observer.on_replan(record);
+    return shared_.observers.tell(&RunObserver::on_replan, record);
   }
   if (start_.again == nullptr) {
     if (leads()) announce();
@@ -244,7 +244,7 @@ void RankTrainer::start_run() {
   }
   if (shared_.elastic->takes_over() || shared_.elastic->takes_back()) announce();
   for (const GroupRecord& change : shared_.elastic->resumed()) {
-    if (leads()) shared_.observer.on_group(change);
+    if (leads()) shared_.observers.tell(&RunObserver::on_group, change);
   }
   if (start_.again->evaluation) evaluate(start_.step);
   if (start_.again->checkpoint) save(start_.step);
@@ -252,20 +252,21 @@ void RankTrainer::start_run() {
 
 void RankTrainer::announce() {
   const Peaks peaks = shared_.peaks != nullptr ? *shared_.peaks : Peaks{};
-  shared_.observer.on_run({.parameters = count_elements(model_.parameters()),
-                           .tensors = reducer_.tensors(),
-                           .buckets = reducer_.buckets(),
-                           .schedule = reducer_.schedule(),
-                           .schedule_reason = reducer_.schedule_reason(),
-                           .reducer = reducer_.describe(),
-                           .reducer_extra_bytes = reducer_.extra_bytes(),
-                           .peak_tflops = peaks.tflops,
-                           .copy_gb_per_s = peaks.copy_gb_per_s,
-                           .fma_share = peaks.fma_share,
-                           .slow_products = slow_products_warning(peaks.fma_share),
-                           .products = comm_.device().is_host() ? host_products_text() : "",
-                           .first_step = start_.step,
-                           .takes_over = start_.again != nullptr});
+  shared_.observers.tell(&RunObserver::on_run,
+                         {.parameters = count_elements(model_.parameters()),
+                          .tensors = reducer_.tensors(),
+                          .buckets = reducer_.buckets(),
+                          .schedule = reducer_.schedule(),
+                          .schedule_reason = reducer_.schedule_reason(),
+                          .reducer = reducer_.describe(),
+                          .reducer_extra_bytes = reducer_.extra_bytes(),
+                          .peak_tflops = peaks.tflops,
+                          .copy_gb_per_s = peaks.copy_gb_per_s,
+                          .fma_share = peaks.fma_share,
+                          .slow_products = slow_products_warning(peaks.fma_share),
+                          .products = comm_.device().is_host() ? host_products_text() : "",
+                          .first_step = start_.step,
+                          .takes_over = start_.again != nullptr});
   if (shared_.elastic != nullptr) shared_.elastic->announced();
 }
 
@@ -297,7 +298,8 @@ void RankTrainer::save(int64_t steps_done) {
   const SavedCheckpoint saved = save_checkpoint(state(), config_, position(steps_done));
   if (!leads()) return;
   const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
-  shared_.observer.on_checkpoint(
+  shared_.observers.tell(
+      &RunObserver::on_checkpoint,
       {.step = steps_done, .path = saved.path, .bytes = saved.bytes, .save_ms = took.count()});
 }
 

@@ -100,7 +100,7 @@ struct AutoPlan;  // plan_change.h
 // The objects that all ranks of a run share. They outlive the ranks.
 struct SharedRun {
   const DataSplits& data;
-  RunObserver& observer;  // called only by rank 0
+  const RunObservers& observers;  // called only by rank 0
   RankReports& reports;
   InitialWeights& initial;
   const Peaks* peaks = nullptr;  // null: not measured

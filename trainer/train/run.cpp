@@ -96,12 +96,12 @@ std::optional<FolderLock> lock_checkpoints(const TrainConfig& config, bool takes
 // Runs this process's part of a run as one rank of a group, to the end of the run or until the group fails or
 // grows. `about_data`: the result of described_data().
 void run_in_group(const TrainConfig& config, const DataSplits& data, const std::string& about_data,
-                  RunObserver& observer, Communicator& comm, Elastic* elastic, const AutoPlan* plan) {
+                  const RunObservers& observers, Communicator& comm, Elastic* elastic, const AutoPlan* plan) {
   MessageRankReports reports(comm);
   InitialWeights initial(config.seed, config.init);
   Peaks peaks;
   std::optional<TraceFile> trace;
-  SharedRun shared{data, observer, reports, initial, &peaks};
+  SharedRun shared{data, observers, reports, initial, &peaks};
   shared.elastic = elastic;
   if (plan != nullptr && plan->request.replan) shared.plan = plan;
   bool began = false;
@@ -141,7 +141,7 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, const std::
 
 // Runs to the end of the run, over successive groups.
 void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& about_data,
-                   RunObserver& observer) {
+                   const RunObservers& observers) {
   elastic.open_admission([local = described_run(elastic.launched(), about_data)](const std::string& remote) {
     return remote == local ? ""
                            : fmt::format(
@@ -151,7 +151,7 @@ void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& 
   });
   while (true) {
     try {
-      run_in_group(elastic.config(), data, about_data, observer, elastic.comm(), &elastic, nullptr);
+      run_in_group(elastic.config(), data, about_data, observers, elastic.comm(), &elastic, nullptr);
       if (!elastic.has_grown()) return;
       elastic.move_on();
     } catch (const CommError& error) {
@@ -163,7 +163,7 @@ void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& 
 
 }  // namespace
 
-void join_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
+void join_training(const TrainConfig& config, const DataSplits& data, const RunObservers& observers,
                    const std::function<std::unique_ptr<Communicator>(const std::string& about)>& join_group) {
   constexpr int kAttempts = 5;
   const std::string about_data = described_data(data);
@@ -172,7 +172,7 @@ void join_training(const TrainConfig& config, const DataSplits& data, RunObserve
     bool begun = false;
     try {
       elastic.join(join_group(described_run(elastic.launched(), about_data)));
-      return run_in_groups(elastic, data, about_data, observer);
+      return run_in_groups(elastic, data, about_data, observers);
     } catch (const NoRankAnswers&) {
       throw;
     } catch (const CommError&) {
@@ -184,13 +184,13 @@ void join_training(const TrainConfig& config, const DataSplits& data, RunObserve
   }
 }
 
-void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
+void run_training(const TrainConfig& config, const DataSplits& data, const RunObservers& observers,
                   Communicator* comm, const AutoPlan* plan) {
   if (comm != nullptr) {
     const std::string about_data = plan != nullptr ? plan->about_data : described_data(data);
-    if (!config.elastic) return run_in_group(config, data, about_data, observer, *comm, nullptr, plan);
+    if (!config.elastic) return run_in_group(config, data, about_data, observers, *comm, nullptr, plan);
     Elastic elastic(config, *comm);
-    return run_in_groups(elastic, data, about_data, observer);
+    return run_in_groups(elastic, data, about_data, observers);
   }
   check(config, data);
   for (Device device : config.devices) reset_memory_peak(device);
@@ -203,7 +203,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   const Peaks peaks = config.measure_peak ? measure_peaks(config.devices.front(), config.precision) : Peaks{};
   TraceFile trace(config);
   const SharedRun shared{.data = data,
-                         .observer = observer,
+                         .observers = observers,
                          .reports = reports,
                          .initial = initial,
                          .peaks = &peaks,

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <ranges>
 #include <sstream>
 #include <utility>
 
@@ -52,12 +53,13 @@ double mean_loss(const RankReports::Report& all) {
 }  // namespace
 
 RunReporter::RunReporter(const TrainConfig& config, Communicator& comm, const Reducer& reducer,
-                         RankReports& reports, RunObserver& observer, int64_t images, const Clock& clock)
+                         RankReports& reports, const RunObservers& observers, int64_t images,
+                         const Clock& clock)
     : config_(config),
       comm_(comm),
       reducer_(reducer),
       reports_(reports),
-      observer_(observer),
+      observers_(observers),
       images_(images),
       clock_(clock) {}
 
@@ -109,7 +111,7 @@ void RunReporter::report_step(const TrainingMarks& marks, const Event& end, cons
   record.tflops = training_flops_per_image(config_.model) *
                   static_cast<double>(ranks_on_device(config_) * images_ * config_.accumulate) /
                   (record.step_ms * 1e9);
-  observer_.on_step(record);
+  observers_.tell(&RunObserver::on_step, record);
   report_waits(marks, reports);
 }
 
@@ -120,25 +122,25 @@ void RunReporter::report_waits(const TrainingMarks& marks, const std::vector<Ran
   for (size_t rank = 0; rank < reports.size(); ++rank) {
     if (!reports[rank].waited_s.empty()) latest_waits_[rank] = reports[rank].waited_s;
   }
-  const bool know_all =
-      std::none_of(latest_waits_.begin(), latest_waits_.end(), [](const auto& of) { return of.empty(); });
+  const bool know_all = std::ranges::none_of(latest_waits_, std::ranges::empty);
   if (!know_all || reports[0].waited_s.empty()) return;
   if (!clock_.first_waits) clock_.first_waits = marks.wait_end;
-  observer_.on_waits({.step = marks.step + 1,
-                      .seconds = std::chrono::duration<double>(marks.wait_end - *clock_.first_waits).count(),
-                      .waited_s = latest_waits_});
+  observers_.tell(&RunObserver::on_waits,
+                  {.step = marks.step + 1,
+                   .seconds = std::chrono::duration<double>(marks.wait_end - *clock_.first_waits).count(),
+                   .waited_s = latest_waits_});
 }
 
 void RunReporter::report_evaluation(const RankReports::Report& mine, int64_t steps_done, double epoch) {
   reports_.post(comm_.rank(), mine);
   if (comm_.rank() != 0) return;
   const RankReports::Report all = sum(reports_.collect());
-  observer_.on_eval({.step = steps_done,
-                     .epoch = epoch,
-                     .seconds = clock_.trained_ms * 1e-3,
-                     .test_loss = mean_loss(all),
-                     .test_accuracy = all.correct / static_cast<double>(all.images),
-                     .images = all.images});
+  observers_.tell(&RunObserver::on_eval, {.step = steps_done,
+                                          .epoch = epoch,
+                                          .seconds = clock_.trained_ms * 1e-3,
+                                          .test_loss = mean_loss(all),
+                                          .test_accuracy = all.correct / static_cast<double>(all.images),
+                                          .images = all.images});
 }
 
 void RunReporter::report_end(uint64_t hash) {
@@ -158,9 +160,10 @@ void RunReporter::report_end(uint64_t hash) {
   for (RankReports::Report& entry : entries) {
     if (!entry.waited_s.empty()) waited.push_back(std::move(entry.waited_s));
   }
-  observer_.on_end({.parameter_hash = hash,
-                    .waited_s = std::move(waited),
-                    .memory_bytes = memory_use(comm_.device()).peak / ranks_on_device(config_)});
+  observers_.tell(&RunObserver::on_end,
+                  {.parameter_hash = hash,
+                   .waited_s = std::move(waited),
+                   .memory_bytes = memory_use(comm_.device()).peak / ranks_on_device(config_)});
 }
 
 LocalRankReports::LocalRankReports(int world, std::chrono::milliseconds timeout)

@@ -113,7 +113,7 @@ class RunReporter {
   // Prepares the reports. `images`: this rank's images per micro-batch. All referenced arguments must outlive
   // the object.
   RunReporter(const TrainConfig& config, Communicator& comm, const Reducer& reducer, RankReports& reports,
-              RunObserver& observer, int64_t images, const Clock& clock);
+              const RunObservers& observers, int64_t images, const Clock& clock);
   const Clock& clock() const { return clock_; }
 
   // Report a step, an evaluation or the end of the run. Call these functions on every rank in the same order.
@@ -136,7 +136,7 @@ class RunReporter {
   Communicator& comm_;
   const Reducer& reducer_;
   RankReports& reports_;
-  RunObserver& observer_;
+  const RunObservers& observers_;
   const int64_t images_;
   double updated_ms_ =
       0;  // --overlap-forward: time of the latest reported update, which the next forward contains

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 
 #include "collectives/transport/transport.h"
@@ -175,7 +176,7 @@ void transfer_state(const RankState& rank, const std::vector<int>& joiners) {
   for (const FlatState& moment : rank.moments) send(bytes_of(moment.values.data, moment_elements(rank)));
 
   std::vector<TensorState> states = rank.reducer.tensor_state();
-  std::erase_if(states, [](const TensorState& state) { return !state.same_on_all_ranks; });
+  std::erase_if(states, std::not_fn(&TensorState::same_on_all_ranks));
   size_t all = 0;
   for (const TensorState& state : states) all += static_cast<size_t>(state.bytes());
   std::vector<std::byte> values(all);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -49,8 +50,10 @@ class LocalHub {
   // Waits until `condition` holds. Throws if the group has failed. Fails the group and throws at the
   // deadline; `pending` then describes the wait. `again`: returns the next time at which the condition can
   // become true without a wake(). Requires the lock.
-  template <typename Condition, typename Pending, typename Again>
-  void wait(std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending, Again again) {
+  template <typename Condition, typename Pending, typename Again = LinkPacer::Time (*)()>
+  void wait(
+      std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending,
+      Again again = [] { return LinkPacer::Time::max(); }) {
     const auto deadline = RunningClock::now() + timeout;
     while (!condition()) {
       throw_if_failed(rank, pending);
@@ -61,10 +64,6 @@ class LocalHub {
       changed_[rank].wait_until(lock,
                                 std::min<LinkPacer::Time>(LinkPacer::Time::clock::now() + left, again()));
     }
-  }
-  template <typename Condition, typename Pending>
-  void wait(std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending) {
-    wait(lock, rank, condition, pending, [] { return LinkPacer::Time::max(); });
   }
   void barrier(int rank) {
     std::unique_lock lock(mutex);
@@ -405,7 +404,7 @@ class LocalTransport final : public Transport {
     }
     const auto me = std::find(members.begin(), members.end(), rank()) - members.begin();
     std::unique_ptr<Transport> mine = std::move(transports[static_cast<size_t>(me)]);
-    if (std::none_of(transports.begin(), transports.end(), [](const auto& t) { return t != nullptr; })) {
+    if (std::ranges::all_of(transports, std::logical_not<>())) {
       hub_->splits.erase(group);
     }
     return mine;
