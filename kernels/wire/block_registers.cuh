@@ -279,11 +279,9 @@ __device__ __forceinline__ void encode_held(const RegisterWorker<F>& w, const Re
                            F::kStochastic && a.rounding.mode == Rounding::stochastic);
   const HeldValues sent_values{sent};
   const ReadValues<kHeld> values(sums);
-  if constexpr (requires {
-                  w.coder.format.encode(w.lanes, values, valid, random, to, KeepSent{sent_values});
-                }) {
+  if constexpr (requires { w.coder.format.encode(w.lanes, values, valid, random, to, sent_values); }) {
     static_assert(!decltype(w.coder)::kMayMask || F::kRotation == Rotation::optional);  // never a mask here
-    w.coder.encode_values(w.lanes, values, valid, random, to, sent_values, KeepSent{sent_values});
+    w.coder.encode_values(w.lanes, values, valid, random, to, sent_values, sent_values);
   } else {
     w.coder.encode(w.lanes, values, valid, random, to, sent_values);
     w.lanes.sync();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/math/small_float.h"
 
@@ -142,20 +143,19 @@ GW_HD uint8_t encode_e4m3(const Lanes& lanes, Values values, int count, int n, R
     }
     lanes.each(n, [&](auto i) GW_HD_LAMBDA { sink.template put<false>(i, unit * x[i.k]); });
     lanes.template pack_fours<8>(fours, codes);
-  } else if (largest.finite) {
-    with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
+  } else {
+    const auto pack = [=](auto finite, const auto& draw) GW_HD_LAMBDA {
+      constexpr bool kFinite = finite;
       pack_codes<8>(lanes, n, codes, [=](auto i) GW_HD_LAMBDA {
-        const uint32_t code = float_to_e4m3<true>(values[i] * inverse, draw(i));
-        sink.template put<true>(i, unit * e4m3_to_float<true>(code));
+        const uint32_t code = float_to_e4m3<kFinite>(values[i] * inverse, draw(i));
+        sink.template put<kFinite>(i, unit * e4m3_to_float<kFinite>(code));
         return code;
       });
-    });
-  } else {
-    pack_codes<8>(lanes, n, codes, [=](auto i) GW_HD_LAMBDA {
-      const uint32_t code = float_to_e4m3<false>(values[i] * inverse, draw_of(random, i));
-      sink.template put<false>(i, unit * e4m3_to_float(code));
-      return code;
-    });
+    };
+    if (largest.finite)
+      with_draws(random, [=](const auto& draw) GW_HD_LAMBDA { pack(std::true_type(), draw); });
+    else
+      pack(std::false_type(), [=](auto i) GW_HD_LAMBDA { return draw_of(random, i); });
   }
   return scale;
 }

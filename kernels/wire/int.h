@@ -125,21 +125,18 @@ struct Int {
       unit = fp8_scale(*at);
       inverse = fp8_inverse_scale(*at);
     }
-    if (largest.finite) {
-      with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
-        pack_codes<kBits>(lanes, size, to, [=](auto i) GW_HD_LAMBDA {
-          const int32_t code = code_of<true>(values[i] * inverse, draw(i));
-          sink.template put<true>(i, unit * static_cast<float>(code));
-          return static_cast<uint32_t>(code) & kMask;
-        });
-      });
-    } else {
+    const auto pack = [=, this](auto finite, const auto& draw) GW_HD_LAMBDA {
+      constexpr bool kFinite = finite;
       pack_codes<kBits>(lanes, size, to, [=](auto i) GW_HD_LAMBDA {
-        const int32_t code = code_of<false>(values[i] * inverse, draw_of(random, i));
-        sink.template put<false>(i, value_of(code, unit));
+        const int32_t code = code_of<kFinite>(values[i] * inverse, draw(i));
+        sink.template put<kFinite>(i, kFinite ? unit * static_cast<float>(code) : value_of(code, unit));
         return static_cast<uint32_t>(code) & kMask;
       });
-    }
+    };
+    if (largest.finite)
+      with_draws(random, [=](const auto& draw) GW_HD_LAMBDA { pack(std::true_type(), draw); });
+    else
+      pack(std::false_type(), [=](auto i) GW_HD_LAMBDA { return draw_of(random, i); });
   }
 
   template <typename Lanes>

@@ -13,10 +13,14 @@ struct Slot {
   __device__ __forceinline__ operator int() const { return i; }
 };
 
-// The values that a lane holds. Inlining removes the pointer.
+// The values that a lane holds, also as a sink. Inlining removes the pointer.
 struct HeldValues {
   float* x;
   __device__ __forceinline__ float& operator[](Slot slot) const { return x[slot.k]; }
+  template <bool kFinite>
+  __device__ __forceinline__ void put(Slot slot, float value) const {
+    x[slot.k] = value;
+  }
 };
 // Adds each assigned value, times a power of two, to the sum in its place.
 struct AddedValues {
@@ -43,14 +47,6 @@ struct ReadValues {
     return value;
   }
 };
-struct KeepSent {
-  HeldValues sent;
-  template <bool kFinite>
-  __device__ __forceinline__ void put(Slot slot, float x) const {
-    sent[slot] = x;
-  }
-};
-
 struct NoRowUnit {
   __device__ __forceinline__ float operator()(int) const { return 1.0f; }
 };
@@ -99,16 +95,12 @@ struct RegisterLanes {
     each(N, [&](Slot i) { x[i.k] = values[i]; });
     return max_over(kGroup, largest_magnitude(x));
   }
-  // Returns the largest finite magnitude of the group of `size` values to which four of the lane's values
-  // belong.
+  // Returns the largest magnitude of the group of `size` values to which four of the lane's values belong.
   __device__ __forceinline__ uint32_t group_max(int size, int row, ReadValues<kHeld> values) const {
-    uint32_t largest = 0;
+    float x[4];
 #pragma unroll
-    for (int k = 4 * row; k < 4 * row + 4; ++k) {
-      const uint32_t x = finite_magnitude_bits(values[slot(k)]);
-      largest = x > largest ? x : largest;
-    }
-    return max_over(size / 4, largest);
+    for (int k = 0; k < 4; ++k) x[k] = values[slot(4 * row + k)];
+    return max_over(size / 4, largest_magnitude(x));
   }
   // Adds in the order of WarpLanes: every 32nd value, from each of the first 32 on, then halves.
   template <typename Value>
