@@ -29,15 +29,28 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
   decode_tiles(w, a);
 }
 
+// Calls body(w) with a worker; for each kind of an integer's scale separately, so that the compiler knows it.
+template <typename F, typename Args, typename Body>
+__device__ __forceinline__ void with_registers(BlockCoder<F> coder, const Args& a, bool wide,
+                                               const Body& body) {
+  GW_DYNAMIC_SHARED(unsigned char, shared);
+  const auto run = [&] {
+    RegisterWorker<F> w(coder, a.count, wide, shared);
+    body(w);
+  };
+  if constexpr (requires(F f) { f.fp32_scale; }) {
+    if (coder.format.fp32_scale != 0) return coder.format.fp32_scale = 1, run();
+    coder.format.fp32_scale = 0;
+  }
+  run();
+}
 // The same for blocks of the default size.
 template <typename F>
 __global__ void __launch_bounds__(kBlockThreads, RegisterWorker<F>::kMinBlocks)
     register_reduce_encode_kernel(const __grid_constant__ BlockCoder<F> coder, TileShape,
                                   const __grid_constant__ ReduceEncode a, bool wide) {
   wait_for_earlier_kernels();
-  GW_DYNAMIC_SHARED(unsigned char, shared);
-  RegisterWorker<F> w(coder, a.count, wide, shared);
-  reduce_encode_tiles(w, a);
+  with_registers(coder, a, wide, [&](RegisterWorker<F>& w) { reduce_encode_tiles(w, a); });
 }
 
 template <typename F>
@@ -45,9 +58,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
     register_decode_kernel(const __grid_constant__ BlockCoder<F> coder, TileShape,
                            const __grid_constant__ Decode a, bool wide) {
   wait_for_earlier_kernels();
-  GW_DYNAMIC_SHARED(unsigned char, shared);
-  RegisterWorker<F> w(coder, a.count, wide, shared);
-  decode_tiles(w, a);
+  with_registers(coder, a, wide, [&](RegisterWorker<F>& w) { decode_tiles(w, a); });
 }
 
 // Launches kernel_of(std::true_type()), the kernel in registers, if it supports the coder, otherwise

@@ -55,6 +55,14 @@ struct RegisterWorker {
 #else
   static constexpr int kMost = 4;
 #endif
+  // Whether add() of the format adds blocks to sums, and whether all of them.
+  using At = decltype(BlockCoder<F>().place(static_cast<const uint8_t*>(nullptr), 0, 0));
+  static constexpr bool kAdds = requires(F f, Lanes l, At at, float* sums) {
+    f.add(l, at, 1.0f, sums);
+  };
+  static constexpr bool kAddsAll = kAdds && !requires(F f, Lanes l, At at) {
+    f.adds(l, at, 1.0f);
+  };
   static constexpr int kMinBlocks = kSplit ? 3 : kHeld > 8 ? 2 : kMost;
   static constexpr int kStaged = kHeld > 8 ? 4 : 8;         // inputs in shared memory at a time, at most
   static constexpr int kTileBytes = kTeams * (kBlock + 4);  // at most
@@ -224,20 +232,37 @@ struct RegisterWorker {
       return at;
     }
   }
-  // Decodes the team's block of a staged input, which is at `from`.
-  template <typename Values>
-  __device__ __forceinline__ void decode(const uint8_t* from, Values values) const {
-    const RegisterLanes<kBlock, true> reading{lanes.lane, lanes.team, lanes.terms, skew, lanes.signs};
-    coder.decode(reading, place(from), kBlock, values);
+  // Returns whether add() can add the team's block at `from`, as it can nearly every block.
+  template <typename L>
+  __device__ __forceinline__ bool adds(const L& l, const uint8_t* from, float scale) const {
+    if constexpr (kAdds && !kAddsAll) return coder.format.adds(l, place(from), scale);
+    return kAdds;
   }
-  // Adds the same, times `scale`, to `sums`.
+  // Adds the block, times `scale`, to sums.
+  template <typename L>
+  __device__ __forceinline__ void add(const L& l, const uint8_t* from, float scale, float* sums) const {
+    if constexpr (kAdds) coder.format.add(l, place(from), scale, sums);
+  }
+  // Returns the lanes for a staged input.
+  __device__ __forceinline__ auto reading() const {
+    return RegisterLanes<kBlock, true>{lanes.lane, lanes.team, lanes.terms, skew, lanes.signs};
+  }
+  // Decodes the team's block at `from`.
+  template <typename L>
+  __device__ __forceinline__ void decode(const L& l, const uint8_t* from, float* x) const {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) x[k] = -0.0f;  // the additive identity, also for -0
+    if (adds(l, from, 1.0f)) return add(l, from, 1.0f, x);
+    coder.decode(l, place(from), kBlock, HeldValues{x});
+  }
+  // Adds the team's block of a staged input, times `scale`, to `sums`.
   __device__ __forceinline__ void add_decoded(const uint8_t* from, float scale, float* sums) const {
     if constexpr (F::kRotation == Rotation::always) {  // rotates values in place
       float x[kHeld];
-      decode(from, HeldValues{x});
+      coder.decode(reading(), place(from), kBlock, HeldValues{x});
       lanes.each(0, [&](Slot i) { AddedValues{sums, scale}[i] = x[i.k]; });
     } else {
-      decode(from, AddedValues{sums, scale});
+      coder.decode(reading(), place(from), kBlock, AddedValues{sums, scale});
     }
   }
 };
@@ -254,15 +279,13 @@ __device__ __forceinline__ void encode_held(const RegisterWorker<F>& w, const Re
                            F::kStochastic && a.rounding.mode == Rounding::stochastic);
   const HeldValues sent_values{sent};
   const ReadValues<kHeld> values(sums);
-  if constexpr (requires {
-                  w.coder.format.encode(w.lanes, values, valid, random, to, KeepSent{sent_values});
-                }) {
+  if constexpr (requires { w.coder.format.encode(w.lanes, values, valid, random, to, sent_values); }) {
     static_assert(!decltype(w.coder)::kMayMask || F::kRotation == Rotation::optional);  // never a mask here
-    w.coder.encode_values(w.lanes, values, valid, random, to, sent_values, KeepSent{sent_values});
+    w.coder.encode_values(w.lanes, values, valid, random, to, sent_values, sent_values);
   } else {
     w.coder.encode(w.lanes, values, valid, random, to, sent_values);
     w.lanes.sync();
-    w.coder.decode(w.lanes, w.place(static_cast<const uint8_t*>(at)), w.kBlock, sent_values);
+    w.decode(w.lanes, at, sent);
   }
 }
 
@@ -271,7 +294,7 @@ template <typename F>
 __device__ __forceinline__ void sum_held(const RegisterWorker<F>& w, const ReduceEncode& a,
                                          float (&sums)[RegisterWorker<F>::kHeld]) {
   constexpr int kHeld = RegisterWorker<F>::kHeld, kStaged = RegisterWorker<F>::kStaged;
-  [[maybe_unused]] constexpr int kUnroll = kHeld > 8 ? 1 : 2;  // more takes too many registers
+  [[maybe_unused]] constexpr int kUnroll = RegisterWorker<F>::kSplit ? 1 : 2;  // fp8 has too few registers
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) sums[k] = -0.0f;  // the additive identity, also for -0
   const uint8_t* from = w.mine;
@@ -288,9 +311,13 @@ __device__ __forceinline__ void sum_held(const RegisterWorker<F>& w, const Reduc
     }
     const int end = input < a.own_position && a.own_position < staged ? a.own_position : staged;
     if (!w.has_block()) input = end;
+    for (; input < end; ++input, from += w.room_bytes(w.shape)) {
 #pragma unroll kUnroll
-    for (; input < end; ++input, from += w.room_bytes(w.shape))
+      for (; input < end && w.adds(w.reading(), from, a.input_scale(input)); from += w.room_bytes(w.shape))
+        w.add(w.reading(), from, a.input_scale(input++), sums);
+      if (w.kAddsAll || input == end) break;
       w.add_decoded(from, a.input_scale(input), sums);
+    }
   }
 }
 
@@ -325,7 +352,7 @@ __device__ __forceinline__ void decode_tiles(RegisterWorker<F>& w, const Decode&
     w.template stage<1>(1, [&](int) { return a.wire; });
     if (!w.has_block()) return;
     float x[kHeld], none = 0.0f;
-    w.decode(w.mine, HeldValues{x});
+    w.decode(w.reading(), w.mine, x);
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) none = fmaf(x[k], 0.0f, none);
     if (none != 0.0f && a.residual != nullptr) {  // rare

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/math/small_float.h"
 
@@ -79,25 +80,6 @@ GW_HD void with_draws(const Random& random, const Body& body) {
   }
 }
 
-// Returns 1: values without units of their own.
-struct NoRowUnit {
-  GW_HD float operator()(int) const { return 1.0f; }
-};
-// Decodes n packed codes to values. Lanes in registers convert four codes at a time: four(words, x) sets x to
-// multiples of times * unit * row_unit(row). Others call one(code) for each of the first `count` values.
-template <int kBits, typename Lanes, typename Values, typename Four, typename One,
-          typename RowUnit = NoRowUnit>
-GW_HD void decode_codes(const Lanes& lanes, const uint8_t* bytes, int n, int count, Values values,
-                        const Four& four, const One& one, float times = 1.0f, float unit = 1.0f,
-                        const RowUnit& row_unit = {}) {
-  if constexpr (requires { Lanes::kRows; }) {
-    lanes.template unpack_fours<kBits>(bytes, values, four, times, unit, row_unit);
-  } else {
-    unpack_codes<kBits>(lanes, bytes, n, count,
-                        [=](auto i, uint32_t code) GW_HD_LAMBDA { values[i] = one(code); });
-  }
-}
-
 // Returns the largest magnitude of a block's values, as bits; at least 0x7f800000 if a value is not finite.
 template <typename Lanes, typename Values>
 GW_HD uint32_t largest_bits(const Lanes& lanes, Values values, int count) {
@@ -161,20 +143,19 @@ GW_HD uint8_t encode_e4m3(const Lanes& lanes, Values values, int count, int n, R
     }
     lanes.each(n, [&](auto i) GW_HD_LAMBDA { sink.template put<false>(i, unit * x[i.k]); });
     lanes.template pack_fours<8>(fours, codes);
-  } else if (largest.finite) {
-    with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
+  } else {
+    const auto pack = [=](auto finite, const auto& draw) GW_HD_LAMBDA {
+      constexpr bool kFinite = finite;
       pack_codes<8>(lanes, n, codes, [=](auto i) GW_HD_LAMBDA {
-        const uint32_t code = float_to_e4m3<true>(values[i] * inverse, draw(i));
-        sink.template put<true>(i, unit * e4m3_to_float<true>(code));
+        const uint32_t code = float_to_e4m3<kFinite>(values[i] * inverse, draw(i));
+        sink.template put<kFinite>(i, unit * e4m3_to_float<kFinite>(code));
         return code;
       });
-    });
-  } else {
-    pack_codes<8>(lanes, n, codes, [=](auto i) GW_HD_LAMBDA {
-      const uint32_t code = float_to_e4m3<false>(values[i] * inverse, draw_of(random, i));
-      sink.template put<false>(i, unit * e4m3_to_float(code));
-      return code;
-    });
+    };
+    if (largest.finite)
+      with_draws(random, [=](const auto& draw) GW_HD_LAMBDA { pack(std::true_type(), draw); });
+    else
+      pack(std::false_type(), [=](auto i) GW_HD_LAMBDA { return draw_of(random, i); });
   }
   return scale;
 }
@@ -183,26 +164,24 @@ template <typename Lanes, typename Values>
 GW_HD void decode_e4m3(const Lanes& lanes, const uint8_t* codes, uint8_t scale, int n, int count,
                        Values values) {
   const float unit = fp8_scale(scale);
-  decode_codes<8>(
-      lanes, codes, n, count, values,
-      [=](const auto& words, float* x) GW_HD_LAMBDA {
-        for (const uint32_t four : words) {
-          e4m3x4_to_floats(four, x);
-          x += 4;
-        }
-      },
-      [=](uint32_t code) GW_HD_LAMBDA { return unit * e4m3_to_float(code); }, 1.0f, unit);
+  unpack_codes<8>(lanes, codes, n, count,
+                  [=](auto i, uint32_t code) GW_HD_LAMBDA { values[i] = unit * e4m3_to_float(code); });
 }
-
-// Calls body(i, begin(i / kGroup)) for i in [0, n), a multiple of kGroup. The host calls `begin` once per
-// group.
-template <int kGroup, typename Lanes, typename Begin, typename Body>
-GW_HD void each_in_groups(const Lanes& lanes, int n, const Begin& begin, const Body& body) {
-  if constexpr (requires { lanes.template each_in_groups<kGroup>(n, begin, body); }) {
-    lanes.template each_in_groups<kGroup>(n, begin, body);
-  } else {
-    lanes.each(n, [=](int i) GW_HD_LAMBDA { body(i, begin(i / kGroup)); });
-  }
+// Returns whether products of `unit` with a small float and a scale of at most 448, both of few bits, are
+// exact.
+GW_HD bool has_exact_products(float unit) {
+  return unit >= 0x1p-140f && unit < 0x1p90f;
+}
+// Adds what decode_e4m3() decodes, times `by`, to sums in registers.
+template <typename Lanes>
+GW_HD void add_e4m3(const Lanes& lanes, const uint8_t* codes, uint8_t scale, float by, float* sums) {
+  const float unit = fp8_scale(scale);
+  const bool exact = has_exact_products(by * unit);
+  const auto four = [=](const auto& words, float* x) GW_HD_LAMBDA {
+    for (int row = 0; row < Lanes::kRows; ++row) e4m3x4_to_floats(words[row], x + 4 * row);
+    for (int k = 0; !exact && k < Lanes::kHeld; ++k) x[k] *= unit;
+  };
+  lanes.template add_fours<8>(codes, exact ? by * unit : by, sums, four);
 }
 
 // Stores a float at any address, little-endian. All lanes may store the same float.
@@ -222,15 +201,6 @@ GW_HD float get_float(const Lanes& lanes, const uint8_t* from) {
     return bits_float(lanes.word_at(from));
   } else {
     return get_float(from);
-  }
-}
-
-template <typename Lanes>
-GW_HD uint8_t get_byte(const Lanes& lanes, const uint8_t* from) {
-  if constexpr (requires { lanes.word_at(from); }) {
-    return static_cast<uint8_t>(lanes.word_at(from));
-  } else {
-    return *from;
   }
 }
 

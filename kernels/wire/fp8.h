@@ -65,6 +65,10 @@ struct Fp8 {
   GW_HD static void decode(const Lanes& lanes, const Place<const uint8_t>& from, int count, Values values) {
     decode_e4m3(lanes, from.codes, *from.scale, count, count, values);
   }
+  template <typename Lanes>
+  GW_HD static void add(const Lanes& lanes, const Place<const uint8_t>& from, float scale, float* sums) {
+    add_e4m3(lanes, from.codes, *from.scale, scale, sums);
+  }
 };
 
 }  // namespace gradwire

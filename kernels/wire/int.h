@@ -125,48 +125,50 @@ struct Int {
       unit = fp8_scale(*at);
       inverse = fp8_inverse_scale(*at);
     }
-    if (largest.finite) {
-      with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
-        pack_codes<kBits>(lanes, size, to, [=](auto i) GW_HD_LAMBDA {
-          const int32_t code = code_of<true>(values[i] * inverse, draw(i));
-          sink.template put<true>(i, unit * static_cast<float>(code));
-          return static_cast<uint32_t>(code) & kMask;
-        });
-      });
-    } else {
+    const auto pack = [=, this](auto finite, const auto& draw) GW_HD_LAMBDA {
+      constexpr bool kFinite = finite;
       pack_codes<kBits>(lanes, size, to, [=](auto i) GW_HD_LAMBDA {
-        const int32_t code = code_of<false>(values[i] * inverse, draw_of(random, i));
-        sink.template put<false>(i, value_of(code, unit));
+        const int32_t code = code_of<kFinite>(values[i] * inverse, draw(i));
+        sink.template put<kFinite>(i, kFinite ? unit * static_cast<float>(code) : value_of(code, unit));
         return static_cast<uint32_t>(code) & kMask;
       });
-    }
+    };
+    if (largest.finite)
+      with_draws(random, [=](const auto& draw) GW_HD_LAMBDA { pack(std::true_type(), draw); });
+    else
+      pack(std::false_type(), [=](auto i) GW_HD_LAMBDA { return draw_of(random, i); });
   }
 
+  template <typename Lanes>
+  GW_HD float unit_of(const Lanes& lanes, const uint8_t* from) const {
+    const uint8_t* const at = from + code_bytes<kBits>(size);
+    return fp32_scale != 0 ? get_float(lanes, at) : fp8_scale(*at);
+  }
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
-    const uint8_t* const at = from + code_bytes<kBits>(size);
-    const float unit = fp32_scale != 0 ? get_float(lanes, at) : fp8_scale(get_byte(lanes, at));
-    if constexpr (requires { Lanes::kRows; }) {
-      lanes.template unpack_integers<kBits>(from, values, [=](const auto& words, bool nan, float* x) {
-        // Undoes byte_fraction() of the upper bits of a byte. unit * code is rounded once, as in value_of(),
-        // unless `unit` is too small or too large.
-        const float times = bits_float(float_bits(unit) + ((125u + kBits) << 23));
-        if (!nan && float_bits(unit) - (1u << 23) < (129u - kBits) << 23) {
-          for (const uint32_t codes : words) {
-            for (uint32_t k = 0; k < 4; ++k)
-              *x++ = fmaf(byte_fraction(codes, k), times, unit * -static_cast<float>(kMax + 1));
-          }
-        } else {
-          for (const uint32_t codes : words) {
-            for (int k = 0; k < 4; ++k)
-              *x++ = value_of(static_cast<int32_t>(codes >> (8 * k + 8 - kBits) & kMask) - (kMax + 1), unit);
-          }
-        }
-      });
-    } else {
-      unpack_codes<kBits>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
-        values[i] = value_of(static_cast<int32_t>(code << (32 - kBits)) >> (32 - kBits), unit);
-      });
+    const float unit = unit_of(lanes, from);
+    unpack_codes<kBits>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
+      values[i] = value_of(static_cast<int32_t>(code << (32 - kBits)) >> (32 - kBits), unit);
+    });
+  }
+  // Returns whether no code is NaN, and add() rounds unit * code once, as value_of().
+  template <typename Lanes>
+  GW_HD bool adds(const Lanes& lanes, const uint8_t* from, float) const {
+    uint32_t fours[Lanes::kRows] = {};
+    const bool numbers = lanes.template load_integers<kBits>(from, fours);
+    return (float_bits(unit_of(lanes, from)) - (1u << 23) < (129u - kBits) << 23) & numbers;
+  }
+  template <typename Lanes>
+  GW_HD void add(const Lanes& lanes, const uint8_t* from, float scale, float* sums) const {
+    const float unit = unit_of(lanes, from);
+    uint32_t fours[Lanes::kRows] = {};
+    lanes.template load_integers<kBits>(from, fours);
+    // Undoes byte_fraction() of the upper bits of a byte.
+    const float times = bits_float(float_bits(unit) + ((125u + kBits) << 23));
+    for (const uint32_t codes : fours) {
+      for (uint32_t k = 0; k < 4; ++k, ++sums)
+        *sums =
+            fmaf(scale, fmaf(byte_fraction(codes, k), times, unit * -static_cast<float>(kMax + 1)), *sums);
     }
   }
 };

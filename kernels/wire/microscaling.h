@@ -31,7 +31,7 @@ struct Mini {
   }
   // Decodes the four bytes of each word, divided by 64: as E4M3, whose exponent has the bias 7 in place of 1.
   template <int kWords>
-  GW_HD static void values_of(const uint32_t (&words)[kWords], float* x) {
+  GW_HD void operator()(const uint32_t (&words)[kWords], float* x) const {
     constexpr uint32_t kEach = 0x01010101u;
     for (const uint32_t codes : words) {
       e4m3x4_to_floats((codes << (3 - kMantissa) & ((kSign - 1u) << (3 - kMantissa)) * kEach) |
@@ -83,6 +83,10 @@ struct MxFp8 {
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     decode_e4m3(lanes, from, from[32], 32, count, values);
   }
+  template <typename Lanes>
+  GW_HD static void add(const Lanes& lanes, const uint8_t* from, float scale, float* sums) {
+    add_e4m3(lanes, from, from[32], scale, sums);
+  }
 };
 
 template <int kMantissa>
@@ -119,10 +123,17 @@ struct MxMini {
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const float scale = fp8_scale(from[kCodes]);
-    decode_codes<kBits>(
-        lanes, from, 32, count, values,
-        [=](const auto& words, float* x) GW_HD_LAMBDA { Float::values_of(words, x); },
-        [=](uint32_t code) GW_HD_LAMBDA { return scale * Float::value_of(code); }, 64.0f, scale);
+    unpack_codes<kBits>(lanes, from, 32, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
+      values[i] = scale * Float::value_of(code);
+    });
+  }
+  template <typename Lanes>
+  GW_HD static bool adds(const Lanes&, const uint8_t* from, float scale) {
+    return has_exact_products(scale * 64.0f * fp8_scale(from[kCodes]));
+  }
+  template <typename Lanes>
+  GW_HD static void add(const Lanes& lanes, const uint8_t* from, float scale, float* sums) {
+    lanes.template add_fours<kBits>(from, scale * 64.0f * fp8_scale(from[kCodes]), sums, Float());
   }
 };
 using MxFp6 = MxMini<3>;
@@ -175,19 +186,23 @@ struct NvFp4 {
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int, Values values) const {
     const uint8_t* const scales = from + 64;
     const float unit = fp8_scale(scales[kGroups]);
-    if constexpr (requires { Lanes::kRows; }) {
-      lanes.template unpack_fours<4>(
-          from, values, [=](const auto& words, float* x) GW_HD_LAMBDA { Float::values_of(words, x); }, 64.0f,
-          unit, [=](int row) GW_HD_LAMBDA { return e4m3_to_float(scales[lanes.slot(4 * row) / kGroup]); });
-    } else {
-      decode_in_groups(lanes, from, unit, values);
-    }
+    unpack_codes<4>(lanes, from, 128, 128, [=](auto i, uint32_t code) GW_HD_LAMBDA {
+      values[i] = unit * (e4m3_to_float(scales[i / kGroup]) * Float::value_of(code));
+    });
+  }
+  template <typename Lanes>
+  GW_HD static bool adds(const Lanes&, const uint8_t* from, float scale) {
+    return has_exact_products(scale * 64.0f * fp8_scale(from[64 + kGroups]));
+  }
+  template <typename Lanes>
+  GW_HD static void add(const Lanes& lanes, const uint8_t* from, float scale, float* sums) {
+    const uint8_t* const scales = from + 64 + lanes.first() / kGroup;
+    lanes.template add_fours<4>(
+        from, scale * 64.0f * fp8_scale(from[64 + kGroups]), sums, Float(),
+        [=](int row) GW_HD_LAMBDA { return e4m3_to_float(scales[row * (Lanes::kRow / kGroup)]); });
   }
 
  private:
-  struct Pair {
-    float low, high;
-  };
   GW_HD static uint8_t scale_for(uint32_t largest, float down) {
     return static_cast<uint8_t>(float_to_e4m3<true>(bits_float(largest) * down * (1.0f / 6.0f), -1));
   }
@@ -208,32 +223,16 @@ struct NvFp4 {
     lanes.each(0, [](int) GW_HD_LAMBDA {
     });  // synchronizes: every lane wrote the same scales, and the next loop reads them
     with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
-      // Byte j holds codes j and j + 64.
-      each_in_groups<kGroup>(
-          lanes, 64,
-          [=](int g) GW_HD_LAMBDA {
-            return Pair{inverse(scales[g]), inverse(scales[g + 4])};
-          },
-          [=](int j, const Pair& group) GW_HD_LAMBDA {
-            const uint32_t low = Float::code_of(values[j] * down * group.low, draw(j));
-            const uint32_t high = Float::code_of(values[j + 64] * down * group.high, draw(j + 64));
-            to[j] = static_cast<uint8_t>(low | high << 4);
-          });
-    });
-  }
-  template <typename Lanes>
-  GW_HD static void decode_in_groups(const Lanes& lanes, const uint8_t* from, float unit, float* values) {
-    const uint8_t* const scales = from + 64;
-    each_in_groups<kGroup>(
-        lanes, 64,
-        [=](int g) GW_HD_LAMBDA {
-          return Pair{e4m3_to_float(scales[g]), e4m3_to_float(scales[g + 4])};
-        },
-        [=](int j, const Pair& group) GW_HD_LAMBDA {
-          const uint32_t byte = from[j];
-          values[j] = unit * (group.low * Float::value_of(byte & 15u));
-          values[j + 64] = unit * (group.high * Float::value_of(byte >> 4));
+      for (int g = 0; g < kGroups / 2; ++g) {  // byte j holds codes j and j + 64
+        const float up = inverse(scales[g]), upper_up = inverse(scales[g + kGroups / 2]);
+        lanes.each(kGroup, [=](int k) GW_HD_LAMBDA {
+          const int j = kGroup * g + k;
+          const uint32_t low = Float::code_of(values[j] * down * up, draw(j));
+          const uint32_t high = Float::code_of(values[j + 64] * down * upper_up, draw(j + 64));
+          to[j] = static_cast<uint8_t>(low | high << 4);
         });
+      }
+    });
   }
 };
 

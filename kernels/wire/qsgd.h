@@ -157,20 +157,27 @@ struct TernGrad {
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const float largest = get_float(lanes, from + size / 4);
-    decode_codes<2>(
-        lanes, from, size, count, values,
-        [=](const auto& words, float* x) GW_HD_LAMBDA {
-          constexpr uint32_t kEach = 0x01010101u;
-          for (const uint32_t codes : words) {  // 0, 1 and -1 as E4M3; 1 is 0x38
-            const uint32_t upper = codes >> 1, some = (codes | upper) & kEach, minus = upper & ~codes & kEach;
-            e4m3x4_to_floats(some * 0x38u + minus * 0x80u, x);
-            for (int k = 0; k < 4; ++k) *x++ *= largest;
-          }
-        },
-        [=](uint32_t code) GW_HD_LAMBDA {
-          const float x = code == 0u ? 0.0f : largest;
-          return code == 2u ? -x : x;
-        });
+    unpack_codes<2>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
+      const float x = code == 0u ? 0.0f : largest;
+      values[i] = code == 2u ? -x : x;
+    });
+  }
+  template <typename Lanes>
+  GW_HD bool adds(const Lanes& lanes, const uint8_t* from, float scale) const {
+    const float unit = scale * get_float(lanes, from + size / 4);
+    return unit >= 0x1p-126f && unit < 0x1p90f;  // not rounded
+  }
+  template <typename Lanes>
+  GW_HD void add(const Lanes& lanes, const uint8_t* from, float scale, float* sums) const {
+    const float unit = scale * get_float(lanes, from + size / 4);
+    lanes.template add_fours<2>(from, unit, sums, [](const auto& words, float* x) GW_HD_LAMBDA {
+      constexpr uint32_t kEach = 0x01010101u;
+      for (const uint32_t codes : words) {  // 0, 1 and -1 as E4M3; 1 is 0x38
+        const uint32_t upper = codes >> 1, some = (codes | upper) & kEach, minus = upper & ~codes & kEach;
+        e4m3x4_to_floats(some * 0x38u + minus * 0x80u, x);
+        x += 4;
+      }
+    });
   }
 };
 

@@ -13,10 +13,14 @@ struct Slot {
   __device__ __forceinline__ operator int() const { return i; }
 };
 
-// The values that a lane holds. Inlining removes the pointer.
+// The values that a lane holds, also as a sink. Inlining removes the pointer.
 struct HeldValues {
   float* x;
   __device__ __forceinline__ float& operator[](Slot slot) const { return x[slot.k]; }
+  template <bool kFinite>
+  __device__ __forceinline__ void put(Slot slot, float value) const {
+    x[slot.k] = value;
+  }
 };
 // Adds each assigned value, times a power of two, to the sum in its place.
 struct AddedValues {
@@ -43,12 +47,8 @@ struct ReadValues {
     return value;
   }
 };
-struct KeepSent {
-  HeldValues sent;
-  template <bool kFinite>
-  __device__ __forceinline__ void put(Slot slot, float x) const {
-    sent[slot] = x;
-  }
+struct NoRowUnit {
+  __device__ __forceinline__ float operator()(int) const { return 1.0f; }
 };
 
 // The lanes of a block of N values: a warp, or a part of one. kReadOnly: no thread writes to the tile while
@@ -87,26 +87,20 @@ struct RegisterLanes {
       const uint32_t x = value(i);
       largest = x > largest ? x : largest;
     });
-    if constexpr (kGroup == 32) return __reduce_max_sync(0xffffffffu, largest);
     return max_over(kGroup, largest);
   }
   // Returns the largest magnitude of all values, as bits; see largest_magnitude().
   __device__ __forceinline__ uint32_t largest(ReadValues<kHeld> values) const {
     float x[kHeld];
     each(N, [&](Slot i) { x[i.k] = values[i]; });
-    if constexpr (kGroup == 32) return __reduce_max_sync(0xffffffffu, largest_magnitude(x));
     return max_over(kGroup, largest_magnitude(x));
   }
-  // Returns the largest finite magnitude of the group of `size` values to which four of the lane's values
-  // belong.
+  // Returns the largest magnitude of the group of `size` values to which four of the lane's values belong.
   __device__ __forceinline__ uint32_t group_max(int size, int row, ReadValues<kHeld> values) const {
-    uint32_t largest = 0;
+    float x[4];
 #pragma unroll
-    for (int k = 4 * row; k < 4 * row + 4; ++k) {
-      const uint32_t x = finite_magnitude_bits(values[slot(k)]);
-      largest = x > largest ? x : largest;
-    }
-    return max_over(size / 4, largest);
+    for (int k = 0; k < 4; ++k) x[k] = values[slot(4 * row + k)];
+    return max_over(size / 4, largest_magnitude(x));
   }
   // Adds in the order of WarpLanes: every 32nd value, from each of the first 32 on, then halves.
   template <typename Value>
@@ -149,39 +143,27 @@ struct RegisterLanes {
   }
   template <int kBits, typename Take>
   __device__ __forceinline__ void unpack(const uint8_t* bytes, int, int, const Take& take) const {
-    uint32_t fours[kRows];
+    uint32_t fours[kRows] = {};
     unpack_rows<kBits>(bytes, fours);
     each(N, [&](Slot i) { take(i, fours[i.k / 4] >> (8 * (i.k % 4)) & 0xffu); });
   }
-  // Decodes codes: four(words, x) sets x to multiples of unit * row_unit(row) * times; a word has four codes.
-  template <int kBits, typename Values, typename Four, typename RowUnit>
-  __device__ __forceinline__ void unpack_fours(const uint8_t* bytes, Values values, const Four& four,
-                                               float times, float unit, const RowUnit& row_unit) const {
-    uint32_t fours[kRows];
+  // Adds decoded values times `unit` and row_unit(row), at most 448, to sums: four(words, x) decodes codes,
+  // of which a word has four. Units have few bits, so that products are exact where has_exact_products(unit).
+  template <int kBits, typename Four, typename RowUnit = NoRowUnit>
+  __device__ __forceinline__ void add_fours(const uint8_t* bytes, float unit, float* sums, const Four& four,
+                                            const RowUnit& row_unit = {}) const {
+    uint32_t fours[kRows] = {};
     unpack_rows<kBits>(bytes, fours);
     float x[kHeld];
     four(fours, x);
-    if constexpr (requires { values.scale; }) {
-      // Units have at most four bits, so their products are exact unless very large or small.
-      float by[kRows];
-      bool exact = values.scale >= 0x1p-20f;
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        by[row] = values.scale * times * unit * row_unit(row);
-        exact = exact && fabsf(by[row]) < 0x1p100f;
-      }
-      if (exact)
-        return each(N, [&](Slot i) { values.sums[i.k] = fmaf(by[i.k / 4], x[i.k], values.sums[i.k]); });
-    }
-    each(N, [&](Slot i) { values[i] = unit * (row_unit(i.k / 4) * (times * x[i.k])); });
+    each(N, [&](Slot i) { sums[i.k] = fmaf(unit * row_unit(i.k / 4), x[i.k], sums[i.k]); });
   }
-  // Decodes two's complement: four(words, nan, x) takes the codes plus half their number, in the upper bits
-  // of bytes; `nan` tells whether one may be 0.
-  template <int kBits, typename Values, typename Four>
-  __device__ __forceinline__ void unpack_integers(const uint8_t* bytes, Values values,
-                                                  const Four& four) const {
+  // Loads two's complement: sets each byte's upper bits to a code plus half the number of codes. Returns
+  // whether all are at least 1.
+  template <int kBits>
+  __device__ __forceinline__ bool load_integers(const uint8_t* bytes, uint32_t (&fours)[kRows]) const {
     constexpr uint32_t kOnes = 0xffffffffu / ((1u << kBits) - 1u), kTops = kOnes << (kBits - 1);
-    uint32_t words[Words<kBits>::kWordRows], fours[kRows] = {}, zeros = 0;
+    uint32_t words[Words<kBits>::kWordRows], zeros = 0;
     load_words<kBits>(bytes, words);
 #pragma unroll
     for (uint32_t& word : words) {
@@ -190,9 +172,7 @@ struct RegisterLanes {
       word = flipped;
     }
     split_words<kBits>(words, 8 - kBits, fours);
-    float x[kHeld];
-    four(fours, zeros != 0, x);
-    each(N, [&](Slot i) { values[i] = x[i.k]; });
+    return zeros == 0;
   }
   // Returns `mine` of lane `at` % 32.
   template <typename T>
@@ -225,10 +205,6 @@ struct RegisterLanes {
     }
     sync();
   }
-  template <typename Body>
-  __device__ __forceinline__ void each_rarely(int n, const Body& body) const {
-    each(n, body);
-  }
 
   __device__ __forceinline__ void rotate(ReadValues<kHeld> values, int, float scale, HeldValues to) const {
     each(N, [&](Slot i) { to[i] = bits_float(float_bits(values[i] * scale) ^ sign(i)); });
@@ -255,6 +231,7 @@ struct RegisterLanes {
   }
   // Returns the largest value among 4 to 32 neighboring lanes.
   __device__ __forceinline__ uint32_t max_over(int lanes, uint32_t largest) const {
+    if (lanes == 32) return __reduce_max_sync(0xffffffffu, largest);
 #pragma unroll
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
       const uint32_t other = __shfl_xor_sync(mask(), largest, distance);
@@ -327,8 +304,6 @@ struct RegisterLanes {
   template <int kBits>
   __device__ __forceinline__ void unpack_rows(const uint8_t* bytes, uint32_t* fours) const {
     constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) fours[row] = 0;
     unpack_words<kLower>(bytes, 0, fours);
     if constexpr (kUpper > 0) unpack_words<kUpper>(bytes + code_bytes<kLower>(N), kLower, fours);
   }

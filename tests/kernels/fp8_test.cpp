@@ -91,7 +91,7 @@ void expect_same_minis() {
   for (uint32_t code = 0; code < 8u << kMantissa; ++code) {
     float x[4];
     const uint32_t words[] = {code | code << 16 | code << 24};
-    Mini<kMantissa>::values_of(words, x);
+    Mini<kMantissa>()(words, x);
     for (int k : {0, 2, 3})
       EXPECT_EQ(float_bits(64.0f * x[k]), float_bits(Mini<kMantissa>::value_of(code))) << code;
     EXPECT_EQ(float_bits(x[1]), 0u);
