@@ -68,6 +68,8 @@
 // int.h also draws random bits and takes a sink: with_draws(random, body) calls body(draw), where draw(i) is
 // the bits of value i, or negative to round to nearest. For each value, encode calls sink.put(i, x) with the
 // decoded value x, so that the host stores residuals without decoding. Sinks are optional (NoSink).
+// Also optional: add(lanes, bytes, scale, sums) adds a block, times a power of two, to sums in registers,
+// with the bits of decode, where adds(lanes, bytes, scale) is true or missing.
 #pragma once
 
 #include <array>
