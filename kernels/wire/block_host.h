@@ -109,14 +109,6 @@ struct OneLane : SelectingLane<V>, RunLane<V> {
       if (test(i)) take(k++, i);
     }
   }
-  template <int kGroup, typename Begin, typename Body>
-  GW_INLINE void each_in_groups(int n, const Begin& begin, const Body& body) const {
-    for (int first = 0; first < n; first += kGroup) {
-      const auto group = begin(first / kGroup);
-#pragma omp simd
-      for (int i = first; i < first + kGroup; ++i) body(i, group);
-    }
-  }
 
   // Packs codes in the layouts of codes.h. If there are too few bytes for the compiler to vectorize, first
   // computes all codes, as words.
