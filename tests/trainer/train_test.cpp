@@ -372,7 +372,8 @@ TEST_P(TrainTest, NamesAMissingRankInsteadOfHanging) {
   LocalRankReports reports(2, timeout);
   InitialWeights initial(c.seed);
   Recorder recorder;
-  const SharedRun shared{data_, recorder, reports, initial};
+  const RunObservers observers{{&recorder}};
+  const SharedRun shared{data_, observers, reports, initial};
   expect_error<CommError>([&] { RankTrainer(c, shared, *comms[0]).run(); }, {"rank 1"});
 }
 
@@ -385,9 +386,10 @@ TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithTheReason) {
   LocalRankReports reports(3, std::chrono::seconds(60));
   InitialWeights initial(c.seed);
   Recorder recorder;
+  const RunObservers observers{{&recorder}};
   // The failure ends all ranks far sooner than the timeout.
   const auto reasons = errors_in_threads(3, [&](int rank) {
-    const SharedRun shared{data_, recorder, reports, initial};
+    const SharedRun shared{data_, observers, reports, initial};
     RankTrainer(rank == 2 ? shorter : c, shared, *comms[rank]).run();
     if (rank != 2) return;
     for (auto& comm : comms) comm->abort("rank 2 went home");
