@@ -26,19 +26,10 @@ struct VectorSplit {
 // 32-byte sector.
 inline constexpr int kApart = 128;
 
-// Return element k of a vector of W that begins at 0, and the first element of vector v.
+// Returns element k of a vector of W that begins at 0.
 template <int W>
 __device__ __forceinline__ int element_of(int k) {
   return W == 8 && k >= 4 ? kApart + k - 4 : k;
-}
-template <int W>
-__device__ __forceinline__ int64_t vector_begin(int64_t v) {
-  return W == 8 ? (v & ~int64_t{31}) * 8 + (v & 31) * 4 : v * W;
-}
-// Returns the number of `vectors` in a row that are used: whole warps, where the runs of a vector are apart.
-template <int W>
-__host__ __device__ __forceinline__ int64_t usable_vectors(int64_t vectors) {
-  return W == 8 ? vectors - vectors % 32 : vectors;
 }
 
 // Finds the head that aligns all arrays. Floats need an alignment of 16 bytes; so do 16-bit elements when
@@ -61,7 +52,7 @@ class Alignment {
     for (int head = 0; head < width_; ++head) {
       if ((possible_ >> head & 1u) == 0 || head >= count) continue;
       const int64_t vectors = (count - head) / width_;
-      return {count, head, width_ == 8 ? usable_vectors<8>(vectors) : vectors};
+      return {count, head, width_ == 8 ? vectors - vectors % 32 : vectors};  // runs apart: whole warps
     }
     return {count, 0, 0};
   }
@@ -83,8 +74,10 @@ template <int W, typename Body>
 __device__ __forceinline__ void for_each_vector(const VectorSplit& split, const Body& body) {
   int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t v = first; v < split.vectors; v += stride)
-    body(std::integral_constant<int, W>(), split.head + vector_begin<W>(v));
+  for (int64_t v = first; v < split.vectors; v += stride) {
+    const int64_t begin = W == 8 ? (v & ~int64_t{31}) * 8 + (v & 31) * 4 : v * W;
+    body(std::integral_constant<int, W>(), split.head + begin);
+  }
   int64_t single = split.count - split.vectors * W;
   for (int64_t s = first; s < single; s += stride) {
     body(std::integral_constant<int, 1>(), s < split.head ? s : s + split.vectors * W);
